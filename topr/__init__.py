@@ -1,0 +1,1 @@
+"""Tapered Off-Policy REINFORCE (arXiv:2503.14286): fine-tune a language model on stored trajectories."""

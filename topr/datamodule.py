@@ -1,0 +1,296 @@
+"""Trajectories and problems for the trainer: memory-mapped, in the order of the epoch plan, resumable in mid-epoch."""
+
+import math
+import sys
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, from_numpy, tensor
+from torch.utils.data import DataLoader, Dataset
+
+from topr.io import InputError
+from topr.logprobs import Tokens, pad, partition
+from topr.losses import advantage_share
+from topr.plan import epoch_plan, microbatch_count
+from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
+from topr.sampling import Sampling
+from topr.tasks.task import Problem
+from topr.trajectories import SCHEMA, read_metadata, resolve_files, validate
+
+TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
+
+
+class MicroBatch(NamedTuple):
+    """A rank's share of a global batch, or a part of it."""
+
+    tokens: Tokens
+    ref_log_probs_N: Tensor
+    reward_B: Tensor
+    advantage_B: Tensor
+    weight_B: Tensor  # 1; 0 for the filler that a rank runs when a global batch is too small for all
+    divisor: Tensor  # scalar: the trajectories (or pairs) of the GLOBAL batch
+    trajectory_B: Tensor  # row numbers in the data
+
+
+class TrajectoryDataModule(LightningDataModule):
+    """Trajectories to train on, problems to sample from.
+
+    Args:
+        train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
+        val: problems for validation, JSON lines.
+        test: problems for the figures before and after training, JSON lines.
+        problems: problems that `predict` samples, JSON lines.
+        samples: responses per problem for `predict` and `test`.
+        val_samples: responses per problem for validation.
+        sampling: how responses are sampled.
+        out: folder for the trajectories that `predict` writes.
+        batch_size: trajectories per optimiser step, over all devices.
+        microbatch_tokens: bound on the prompt + response tokens of one forward, padding included.
+        num_workers: loader processes.
+        seed: of the epoch plan and of sampling.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str] | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        problems: str | None = None,
+        samples: int = 16,
+        val_samples: int = 4,
+        sampling: Sampling = Sampling(),
+        out: str | None = None,
+        batch_size: int = 64,
+        microbatch_tokens: int = 16384,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        for name, value in {"samples": samples, "val_samples": val_samples, "batch_size": batch_size}.items():
+            if value < 1:
+                raise InputError(f"data.{name} is {value}; it must be at least 1")
+        self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
+        self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
+        self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
+
+    def prepare_data(self) -> None:
+        """Check every file that this command reads before anything is written or put on a device."""
+        stage = self.trainer.state.fn
+        needed = {"fit": ("train",), "validate": ("val",), "test": ("test",), "predict": ("problems", "out")}[stage]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise InputError(f"data.{name} is not set; {stage} needs it")
+        for split in ("val", "test", "problems"):
+            self.read_problems(split)
+        if stage == "predict" and any(Path(self.out).glob("*.parquet")):
+            raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
+        if stage == "fit":
+            policy = self.trainer.lightning_module.policy_path
+            expected = tokenizer_fingerprint(load_tokenizer(policy))
+            vocabulary, context = vocabulary_and_context(policy)
+            for path in resolve_files(self.train):
+                if read_metadata(path)["tokenizer"] not in (None, expected):
+                    raise InputError(
+                        f"{path} was tokenised with another tokenizer than that of policy {policy!r}; train a policy "
+                        "with that tokenizer or import the text again for this one"
+                    )
+                validate(path, vocabulary, min(self.microbatch_tokens, context))
+            self.rows  # noqa: B018 - fills the memory-mapped cache once, before the other ranks open it
+
+    @cached_property
+    def rows(self):
+        """The training columns as a memory-mapped `datasets.Dataset`: resident memory does not grow with the files."""
+        import datasets
+
+        datasets.disable_progress_bars()
+        features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in TRAINING_COLUMNS]))
+        rows = datasets.load_dataset(
+            "parquet",
+            data_files=resolve_files(self.train),
+            split="train",
+            columns=TRAINING_COLUMNS,
+            features=features,
+        )
+        return rows.with_format("arrow")
+
+    @cached_property
+    def metadata(self) -> list[dict[str, Any]]:
+        """Metadata of each training file."""
+        return [read_metadata(path) for path in resolve_files(self.train)]
+
+    def setup(self, stage: str) -> None:
+        """Derive advantages and the number of micro-batches per step from the whole data set."""
+        if stage != "fit":
+            return
+        table = self.rows.data.table
+        self.reward = table["reward"].to_numpy()
+        prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
+        self.length = prompt + response
+        groups = table["group"].dictionary_encode().unify_dictionaries()
+        self.group = np.concatenate([chunk.indices.to_numpy() for chunk in groups.chunks])
+        loss = self.trainer.lightning_module.loss
+        self.grouping = loss.grouping
+        self.advantage = loss.advantages(self.reward, self.group)
+        steps = len(self.plan(0))
+        epochs = self.trainer.max_epochs if self.trainer.max_epochs not in (None, -1) else sys.maxsize
+        if self.trainer.max_steps != -1:
+            epochs = min(epochs, math.ceil(self.trainer.max_steps / steps))
+        # a constant number, because Lightning sizes the epoch once; an open-ended run is bounded by 100 shuffles
+        self.microbatches = max(
+            microbatch_count(
+                self.plan(epoch),
+                self.length,
+                microbatch_tokens=self.microbatch_tokens,
+                ranks=self.trainer.world_size,
+                unit=self.unit,
+            )
+            for epoch in range(min(epochs, 100))
+        )
+        self.trainer.accumulate_grad_batches = self.microbatches
+        rank_zero_info(self.describe(steps, int(response.sum())))
+
+    @property
+    def unit(self) -> int:
+        """Neighbours of a global batch that share a micro-batch."""
+        return 2 if self.grouping == "pair" else 1
+
+    @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
+    def plan(self, epoch: int) -> list[np.ndarray]:
+        """The global batches of an epoch."""
+        return epoch_plan(
+            self.group,
+            self.advantage >= 0,
+            batch_size=self.batch_size,
+            grouping=self.grouping,
+            seed=self.seed,
+            epoch=epoch,
+        )
+
+    def describe(self, steps: int, response_tokens: int) -> str:
+        """What is about to be trained on, in two lines."""
+        baseline = float(np.mean(self.reward.astype(np.float64) - self.advantage))
+        return (
+            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {response_tokens} response tokens, "
+            f"mean reward {self.reward.mean():.3f}\n"
+            f"{(self.advantage >= 0).mean():.1%} positive, effective share {advantage_share(self.advantage):.1%} at "
+            f"baseline {baseline:.3g}; {steps} updates an epoch, {self.microbatches} micro-batches each"
+        )
+
+    def train_dataloader(self) -> "_TrainLoader":
+        return _TrainLoader(self)
+
+    def read_problems(self, split: str) -> list[Problem]:
+        """Problems of `val`, `test` or `problems`; none where the split is not set."""
+        path = getattr(self, split)
+        return self.trainer.lightning_module.task.problems(path) if path is not None else []
+
+    def share(self, split: str) -> list[Problem]:
+        """This rank's problems of a split."""
+        return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
+
+    def val_dataloader(self) -> "_ProblemLoader":
+        return _ProblemLoader(self.share("val"))
+
+    def test_dataloader(self) -> "_ProblemLoader":
+        return _ProblemLoader(self.share("test"))
+
+    def predict_dataloader(self) -> "_ProblemLoader":
+        return _ProblemLoader(self.share("problems"), size=64)
+
+    def from_policy(self, fingerprint: str) -> bool:
+        """Whether every training file says that this very policy sampled it."""
+        return all(metadata["policy"] == fingerprint for metadata in self.metadata)
+
+
+class _ProblemLoader:
+    """Batches of problems; no `DataLoader`, which the trainer would shard a second time.
+
+    Without a size there is one batch, empty where a rank has no problem: every rank takes part in an evaluation.
+    """
+
+    def __init__(self, problems: list[Problem], size: int | None = None):
+        size = size or max(1, len(problems))
+        self.batches = [problems[start : start + size] for start in range(0, max(1, len(problems)), size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Problem]]:
+        return iter(self.batches)
+
+
+class _TrainLoader:
+    """Micro-batches of this rank; its state is the number of global batches that the trainer has consumed."""
+
+    def __init__(self, data: TrajectoryDataModule):
+        self.data, self.trainer = data, data.trainer
+        self.epoch = self.consumed = 0
+        self.resumed: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.data.plan(self.trainer.current_epoch)) * self.data.microbatches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "global_batches": self.consumed // self.data.microbatches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resumed = state
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.epoch = self.trainer.current_epoch
+        start = self.resumed["global_batches"] if self.resumed.get("epoch") == self.epoch else 0
+        self.resumed = {}
+        batches = _MicroBatches(self.data, self.epoch)
+        self.consumed = start * self.data.microbatches
+        # a map over an ordered range: workers may prefetch, the order stays
+        order = range(self.consumed, len(batches))
+        for batch in DataLoader(batches, batch_size=None, sampler=order, num_workers=self.data.num_workers):
+            self.consumed += 1
+            yield batch
+
+
+class _MicroBatches(Dataset):
+    """Every micro-batch of one rank in one epoch, by number."""
+
+    def __init__(self, data: TrajectoryDataModule, epoch: int):
+        self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
+        self.plan, self.count, self.bound = data.plan(epoch), data.microbatches, data.microbatch_tokens
+        self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
+
+    def __len__(self) -> int:
+        return len(self.plan) * self.count
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        batch, part = self.plan[number // self.count], number % self.count
+        runs = partition(self.length[batch], self.bound, self.count * self.ranks, self.unit)
+        # neighbours are alike in length: the ranks of one moment take neighbours
+        run = runs[part * self.ranks + self.rank]
+        filler = not len(run)
+        chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
+        table = self.rows[chosen.tolist()]
+        prompts, responses, scores = (
+            _arrays(table[name]) for name in ("prompt_ids", "response_ids", "ref_logprobs")
+        )
+        return MicroBatch(
+            tokens=pad(prompts, responses),
+            ref_log_probs_N=from_numpy(np.concatenate(scores)),
+            reward_B=from_numpy(table["reward"].to_numpy().copy()),
+            advantage_B=from_numpy(self.advantage[chosen]),
+            weight_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
+            divisor=tensor(len(batch) / self.unit),
+            trajectory_B=from_numpy(chosen),
+        )
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """One array a row of a column of lists."""
+    column = column.combine_chunks()
+    flat, length = column.flatten().to_numpy(), pc.list_value_length(column).to_numpy()
+    return np.split(flat, np.cumsum(length)[:-1])

@@ -1,0 +1,108 @@
+"""Sampling, grading and scoring of problems: what validation, prediction, evaluate.py and the drivers share."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import numpy as np
+from torch import nn
+
+from topr.logprobs import score
+from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
+from topr.sampling import Sampler, Sampling
+from topr.tasks.task import Grade, Problem, Task
+from topr.trajectories import Trajectory
+
+
+def sample_and_grade(
+    sampler: Sampler,
+    model: nn.Module,
+    tokenizer,
+    task: Task,
+    problems: list[Problem],
+    n: int,
+    sampling: Sampling,
+    seed: int,
+) -> list[Trajectory]:
+    """n graded responses to each problem, one problem after the other, `ref_logprobs` still empty."""
+    texts = [task.prompt(problem, tokenizer) for problem in problems]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    trajectories = []
+    for problem, text, prompt_ids, responses in zip(
+        problems, texts, prompts, sampler.sample(model, tokenizer, prompts, n, sampling, seed), strict=True
+    ):
+        for response in responses:
+            ids = response.ids[:-1] if response.finished else response.ids
+            answer = tokenizer.decode(ids, skip_special_tokens=True)
+            grade = task.grade(answer, problem.gold)
+            if task.requires_end and not response.finished:
+                grade = Grade(-1.0, False, None)
+            trajectories.append(
+                Trajectory(
+                    prompt_id=problem.id,
+                    group=problem.id,
+                    prompt=text,
+                    prompt_ids=prompt_ids,
+                    response=answer,
+                    response_ids=response.ids,
+                    ref_logprobs=[],
+                    reward=grade.reward,
+                    finished=response.finished,
+                    valid=grade.valid,
+                    answer=grade.answer,
+                    gold=problem.gold,
+                )
+            )
+    return trajectories
+
+
+def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
+    """Score log mu of sampled trajectories in place, by the forward that trains."""
+    prompts, responses = ([np.array(getattr(t, name)) for t in trajectories] for name in ("prompt_ids", "response_ids"))
+    for trajectory, log_probs in zip(trajectories, score(model, prompts, responses, microbatch_tokens), strict=True):
+        trajectory.ref_logprobs = log_probs.tolist()
+
+
+def per_problem(trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
+    """Each metric's value for each problem, problems in the order of their first response.
+
+    pass@1, pass@k and maj@k for k = the responses of a problem, invalid (share without a readable answer), length.
+    """
+    values: dict[str, list[float]] = {}
+    for _, rows in groupby(trajectories, key=lambda t: t.prompt_id):
+        rows = list(rows)
+        n, correct = len(rows), [t.reward > 0 for t in rows]
+        answers = [t.answer if t.valid else None for t in rows]
+        scores = {
+            "pass@1": sum(correct) / n,
+            f"pass@{n}": pass_at_k(n, sum(correct), n),
+            f"maj@{n}": maj_at_k(answers, correct, n),
+            "invalid": 1 - sum(bool(t.valid) for t in rows) / n,
+            "length": float(np.mean([len(t.response_ids) for t in rows])),
+        }
+        for name, value in scores.items():
+            values.setdefault(name, []).append(value)
+    return {name: np.array(column) for name, column in values.items()}
+
+
+def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict]:
+    """Mean and 95% bootstrap interval over problems of each metric: `{name: {"mean": …, "interval": [low, high]}}`."""
+    return {
+        name: {"mean": float(column.mean()), "interval": list(bootstrap_interval(column, seed=seed))}
+        for name, column in values.items()
+    }
+
+
+def table(rows: dict[str, dict[str, dict]]) -> str:
+    """Markdown table of summaries, one row a name; shares in per cent with their intervals."""
+    names = list(dict.fromkeys(name for summary in rows.values() for name in summary))
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for label, summary in rows.items():
+        cells = [_cell(name, summary[name]) if name in summary else "" for name in names]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(name: str, value: dict) -> str:
+    scale, digits = (1, 1) if name == "length" else (100, 1)
+    low, high = value["interval"]
+    return f"{scale * value['mean']:.{digits}f} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"

@@ -1,0 +1,277 @@
+"""The LightningModule: log-probs, loss, and the one place that reduces; validation and prediction sample and grade.
+
+Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch import Tensor
+
+from topr.datamodule import MicroBatch
+from topr.evaluation import add_log_probs, per_problem, sample_and_grade, summarise, table
+from topr.io import InputError, atomic
+from topr.logprobs import Tokens, response_log_probs
+from topr.losses import Loss, LossOutput, sum_tokens
+from topr.metrics import training_statistics
+from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.sampling import LocalSampler, Sampler
+from topr.tasks.task import Problem, Task
+from topr.throughput import Throughput
+from topr.trajectories import Trajectory, write_trajectories
+
+MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
+MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
+
+
+class PolicyModule(LightningModule):
+    """A policy trained on stored trajectories; no reference model, critic or KL term.
+
+    Args:
+        policy: Hugging Face model, a folder or a hub name.
+        task: grades responses.
+        loss: see `topr.losses`.
+        optimizer: any torch optimiser.
+        sampler: generates responses for validation, test and predict; in process by default.
+        threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        task: Task,
+        loss: Loss,
+        optimizer: OptimizerCallable,
+        sampler: Sampler | None = None,
+        threads: int | None = None,
+    ):
+        super().__init__()
+        self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
+        self.sampler = sampler or LocalSampler()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.policy: torch.nn.Module | None = None
+        self.summary: dict[str, Any] = {}  # of the run so far, kept in checkpoints
+        self._rows: list[Tensor] = []  # what the micro-batches of this step say of each trajectory
+        self._hidden: tuple[Tensor, MicroBatch] | None = None
+
+    def configure_model(self) -> None:
+        """Load weights and tokenizer; called once the strategy has set the device up."""
+        if self.policy is None:
+            self.policy, self.tokenizer = load_policy(self.policy_path), load_tokenizer(self.policy_path)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+    def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """log pi of each response token [N] and the hidden states [N, D] that predict them."""
+        return response_log_probs(self.policy, tokens)
+
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+        log_probs_N, hidden_ND = self(batch.tokens)
+        output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
+        self._remember(output, hidden_ND, batch)
+        # The one place that reduces: the sum over trajectories is divided by their number in the GLOBAL batch, so that
+        # micro-batches, padding and ranks cannot change the update. The trainer divides by its micro-batches per step,
+        # the strategy averages over ranks; both are cancelled here.
+        cancelled = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return (output.loss_B * batch.weight_B).sum() / batch.divisor * cancelled
+
+    def _remember(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
+        columns = (
+            batch.weight_B,
+            batch.trajectory_B,
+            batch.reward_B,
+            batch.advantage_B,
+            batch.tokens.length_B,
+            output.loss_B.detach(),
+            *output[1:],
+        )
+        self._rows.append(torch.stack([column.double() for column in columns]))
+        hidden_ND.retain_grad()
+        self._hidden = hidden_ND, batch
+
+    def on_after_backward(self) -> None:
+        # each hidden state belongs to one trajectory, so the squared gradient there splits exactly by sign
+        (hidden_ND, batch), self._hidden = self._hidden, None
+        gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), batch.tokens.length_B)
+        self._rows[-1] = torch.cat((self._rows[-1], gradient_B.double()[None]))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        local = torch.cat(self._rows, dim=1).cpu().numpy()
+        self._rows = []
+        step = self.global_step
+        if step > 1 and (step + 1) % self.trainer.log_every_n_steps:
+            return
+        values = np.concatenate(_gather(local), axis=1)
+        values = values[:, values[0] > 0]  # without fillers
+        names = "weight trajectory reward advantage length loss objective log_ratio weight truncated gradient".split()
+        rows = dict(zip(names, values, strict=True))
+        if step == 0:
+            self._check_start(rows)
+        elif step == 1 and np.abs(rows["log_ratio"]).max() < 1e-5:
+            warnings.warn(
+                "every ratio pi/mu is still 1 after the first update: the learning rate is 0, the update vanishes in "
+                "the precision of the weights, or ref_logprobs are not those of the policy that sampled",
+                stacklevel=1,
+            )
+        statistics = training_statistics(rows)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        statistics["gradient/norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self.log_dict(statistics | self._throughput.read(self.trainer.world_size), rank_zero_only=True)
+        self.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
+        self._histograms(rows)
+
+    @rank_zero_only
+    def _histograms(self, rows: dict[str, np.ndarray]) -> None:
+        if hasattr(self.logger, "experiment") and hasattr(self.logger.experiment, "add_histogram"):
+            for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
+                if chosen.any():
+                    values = rows["log_ratio"][chosen]
+                    self.logger.experiment.add_histogram(f"log_ratio/{sign}", values, self.global_step)
+
+    def _check_start(self, rows: dict[str, np.ndarray]) -> None:
+        """Before the first update log pi must equal log mu, if the data came from this very policy."""
+        size = np.abs(rows["log_ratio"])
+        self.summary["max_abs_log_ratio_at_start"] = float(size.max())
+        data = self.trainer.datamodule
+        if not data.from_policy(policy_fingerprint(self.policy_path)):
+            low, middle, high = np.quantile(rows["log_ratio"], [0, 0.5, 1])
+            rank_zero_info(
+                "The trajectories name another policy, or none, as the one that sampled them. Log-ratios of the first "
+                f"batch: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
+            )
+            return
+        exact = self.trainer.precision == "32-true" and {m["precision"] for m in data.metadata} == {"32-true"}
+        found = size.max() if exact else np.median(size / rows["length"])
+        bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
+        if not found <= bound:
+            raise InputError(
+                f"data.train says that policy {self.policy_path!r} sampled it, but before the first update "
+                f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
+                f"{found:.3g}, expected at most {bound} (worst: trajectory {rows['trajectory'][size.argmax()]:.0f}); "
+                "score the responses again with this policy"
+            )
+
+    def on_train_start(self) -> None:
+        self._throughput = Throughput(self.policy)
+        if self.trainer.datamodule.test is not None and "before" not in self.summary:
+            self.summary["before"] = self._brief(self._evaluate("test"))
+
+        self._throughput.start()
+
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
+        self._throughput.count(batch.tokens)
+
+    def on_validation_end(self) -> None:
+        if self.trainer.state.fn == "fit":
+            self._throughput.start()  # the clock counts training only
+
+    def on_train_end(self) -> None:
+        """Export the policy, measure it on the test problems and write summary.json."""
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if self.trainer.is_global_zero:
+            export_policy(self.policy, self.tokenizer, folder / "policy")
+        data = self.trainer.datamodule
+        if data.test is not None:
+            self.summary["after"] = self._brief(self._evaluate("test"))
+        self.summary |= {
+            "steps": self.global_step,
+            "trajectories": len(data.reward),
+            "tokens_per_s": self._throughput.rate(self.trainer.world_size),
+        }
+        if self.trainer.is_global_zero:
+            with atomic(folder / "summary.json") as path:
+                path.write_text(json.dumps(self.summary, indent=2) + "\n")
+        rank_zero_info(self._closing(folder))
+
+    def _closing(self, folder: Path) -> str:
+        lines = [f"Policy and summary.json are in {folder}."]
+        if "after" in self.summary:
+            names = [name for name in self.summary["after"] if name not in ("problems", "samples")]
+            lines.append("test      " + "".join(f"{name:>10}" for name in names))
+            for when in ("before", "after"):
+                lines.append(f"{when:10}" + "".join(f"{self.summary[when][name]:>10.3f}" for name in names))
+        return "\n".join(lines)
+
+    def _evaluate(self, split: str) -> list[Trajectory]:
+        """Graded responses of all ranks to the problems of a split."""
+        data = self.trainer.datamodule
+        return self._sample(data.share(split), data.val_samples if split == "val" else data.samples)
+
+    def _sample(self, problems: list[Problem], n: int) -> list[Trajectory]:
+        data = self.trainer.datamodule
+        seed = _seed(data.seed, self.global_step, self.global_rank)
+        local = sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
+        return [trajectory for part in _gather(local) for trajectory in part]
+
+    def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
+        trajectories = self._sample(batch, self.trainer.datamodule.val_samples)
+        self._log_evaluation("val", trajectories)
+
+    def test_step(self, batch: list[Problem], batch_idx: int) -> None:
+        self._log_evaluation("test", self._sample(batch, self.trainer.datamodule.samples))
+
+    def _log_evaluation(self, name: str, trajectories: list[Trajectory]) -> None:
+        for metric, value in summarise(per_problem(trajectories)).items():
+            figures = dict(zip(("", "_low", "_high"), (value["mean"], *value["interval"]), strict=True))
+            for end, figure in figures.items():
+                shown = metric + end == "pass@1"
+                self.log(f"{name}/{metric}{end}", figure, prog_bar=shown, batch_size=1, rank_zero_only=True)
+        if self.trainer.is_global_zero and hasattr(self.logger, "experiment"):
+            some = trajectories[:: max(1, len(trajectories) // 8)]
+            shown = [f"`{t.prompt}` {t.response} (reward {t.reward:+g})" for t in some]
+            self.logger.experiment.add_text(f"{name}/samples", "  \n".join(shown), self.global_step)
+
+    def _brief(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """The figures of summary.json."""
+        values = per_problem(trajectories)
+        problems = len(values["invalid"])
+        means = {name: float(column.mean()) for name, column in values.items()}
+        return means | {"problems": problems, "samples": len(trajectories) // problems}
+
+    def predict_step(self, batch: list[Problem], batch_idx: int) -> None:
+        """Sample, grade and score a batch of problems, and write them as one file of data.out."""
+        data = self.trainer.datamodule
+        seed = _seed(data.seed, batch_idx, self.global_rank)
+        trajectories = sample_and_grade(
+            self.sampler, self.policy, self.tokenizer, self.task, batch, data.samples, data.sampling, seed
+        )
+        add_log_probs(self.policy, trajectories, data.microbatch_tokens)
+        metadata = {
+            "task": self.task.name,
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "policy": policy_fingerprint(self.policy_path),
+            "precision": str(self.trainer.precision),
+            "sampling": vars(data.sampling) | {"samples": data.samples, "seed": data.seed},
+            "iteration": 0,
+        }
+        name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
+        write_trajectories(Path(data.out) / name, trajectories, metadata)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["summary"] = self.summary
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.summary = checkpoint["summary"]
+
+
+def _seed(*parts: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

@@ -1,0 +1,85 @@
+"""The epoch plan: which trajectories form which global batch, whatever the ranks, workers and micro-batches."""
+
+import math
+from typing import Literal
+
+import numpy as np
+
+from topr.io import InputError
+from topr.logprobs import partition
+
+
+def epoch_plan(
+    group: np.ndarray,
+    positive: np.ndarray,
+    *,
+    batch_size: int,
+    grouping: Literal["none", "group", "pair"],
+    seed: int,
+    epoch: int,
+) -> list[np.ndarray]:
+    """Global batches of one epoch, each an array of trajectory indices; a pure function of its arguments.
+
+    Args:
+        group: integer id of each trajectory's group, [trajectories].
+        positive: whether its advantage is positive, [trajectories].
+        batch_size: trajectories per batch at most; the last batch of an epoch may be shorter.
+        grouping: `none` shuffles trajectories; `group` shuffles groups and fills batches with whole ones; `pair` draws
+            min(n+, n-) disjoint pairs in each group and shuffles them, a positive and its negative side by side.
+        seed: of the shuffle.
+        epoch: counted from 0; another shuffle, and other pairs, for each.
+
+    Raises:
+        InputError: a group does not fit into a batch, or there is no pair.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    if grouping == "none":
+        order = rng.permutation(len(group))
+        return np.split(order, range(batch_size, len(order), batch_size))
+    if grouping == "pair":
+        pairs = rng.permutation(_pairs(group, positive, rng))
+        size = max(1, batch_size // 2)
+        return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
+    rank = rng.permutation(group.max() + 1)
+    order = np.argsort(rank[group], kind="stable")
+    ends = np.flatnonzero(np.diff(rank[group[order]], append=-1)) + 1
+    cuts, start = [], 0
+    for previous, end in zip(np.append(0, ends[:-1]), ends, strict=True):
+        if end - previous > batch_size:
+            raise InputError(
+                f"data.batch_size is {batch_size} but a group has {end - previous} trajectories, and this loss needs "
+                "whole groups in a batch; raise data.batch_size"
+            )
+        if end - start > batch_size:
+            cuts.append(previous)
+            start = previous
+    return np.split(order, cuts)
+
+
+def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Disjoint (positive, negative) pairs within groups, [pairs, 2]."""
+    order = np.lexsort((rng.random(len(group)), positive, group))  # by group, then sign, then chance
+    run = group[order] * 2 + positive[order]
+    first = np.flatnonzero(np.diff(run, prepend=-1))
+    place = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))  # rank within group and sign
+    count = np.bincount(run, minlength=2 * (group.max() + 1)).reshape(-1, 2).min(axis=1)
+    kept = order[place < count[group[order]]]
+    if not len(kept):
+        raise InputError("data.train: no group holds both a positive and a negative; this loss needs such pairs")
+    return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
+
+
+def microbatch_count(
+    plan: list[np.ndarray], length: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
+) -> int:
+    """The least number of micro-batches per rank and step that keeps each of an epoch within `microbatch_tokens`.
+
+    Args:
+        plan: global batches.
+        length: prompt + response tokens of each trajectory.
+        microbatch_tokens: bound on a micro-batch, padding included.
+        ranks: processes that share a global batch.
+        unit: neighbours that stay in one micro-batch (2 for pairs).
+    """
+    runs = (len(partition(length[batch], microbatch_tokens, unit=unit)) for batch in plan)
+    return max(math.ceil(count / ranks) for count in runs)

@@ -1,0 +1,158 @@
+"""Policies: Hugging Face causal language models, in from a folder or the hub, out as a folder."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from topr.io import InputError, atomic
+from topr.logprobs import pad, response_log_probs
+
+FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # never pickled weights, never code
+
+
+def resolve_policy(policy: str) -> Path:
+    """The local folder of a policy: the path itself, or the snapshot of a hub name.
+
+    Raises:
+        InputError: it is neither, or the folder holds no model in safetensors format.
+    """
+    folder = Path(policy)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(policy, allow_patterns=FILES))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"policy {policy!r} is neither a folder nor a model that the hub delivers ({reason}); give the path "
+                "of a Hugging Face model folder or a hub name such as meta-llama/Meta-Llama-3-8B-Instruct"
+            ) from error
+    missing = "config.json" if not (folder / "config.json").is_file() else ""
+    missing = missing or ("*.safetensors" if not any(folder.glob("*.safetensors")) else "")
+    if missing:
+        raise InputError(
+            f"policy {policy!r} holds no model: {missing} is missing; expected a Hugging Face folder with config.json "
+            "and weights in safetensors format"
+        )
+    return folder
+
+
+def load_tokenizer(policy: str):
+    """The tokenizer of a policy.
+
+    Raises:
+        InputError: there is none, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = resolve_policy(policy)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise InputError(f"policy {policy!r} has no usable tokenizer: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer of policy {policy!r} has no end-of-sequence token; set eos_token in it")
+    return tokenizer
+
+
+def load_policy(policy: str) -> nn.Module:
+    """A policy's model with float32 weights and dropout off.
+
+    Raises:
+        InputError: it cannot be loaded, or its head is none that `response_log_probs` computes exactly.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = resolve_policy(policy)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
+        for name, value in vars(config).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, low_cpu_mem_usage=True
+        )
+    except Exception as error:
+        raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
+    check_head(model, policy)
+    return model
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, policy: str) -> None:
+    """Refuse a model whose own logits differ from what `response_log_probs` takes them to be (scaled heads, say)."""
+    ids = torch.arange(4) % model.config.get_text_config().vocab_size
+    logits_V = model(ids[None, :3]).logits[0, -1]
+    ours, _ = response_log_probs(model, pad([ids[:3].numpy()], [ids[3:].numpy()]))
+    difference = (logits_V.log_softmax(-1)[ids[3]] - ours[0]).abs().item()
+    if not difference < 1e-3:
+        raise InputError(
+            f"policy {policy!r} ({type(model).__name__}) does more to its logits than a projection and a soft cap: "
+            f"log-probs differ by {difference:.1e}; choose a model with a plain output projection"
+        )
+
+
+def vocabulary_and_context(policy: str) -> tuple[int, int]:
+    """Number of token ids that the model embeds, and the longest sequence it takes (if its config names none, 2^31)."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_policy(policy)).get_text_config()
+    except Exception as error:
+        raise InputError(f"the config.json of policy {policy!r} cannot be used: {first_line(error)}") from error
+    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
+
+
+def end_tokens(model: nn.Module, tokenizer) -> set[int]:
+    """Ids that end a response: the tokenizer's EOS and those of the generation config (Llama 3 has two)."""
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return {tokenizer.eos_token_id, *configured} - {None}
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """Hash of all that decides token ids: the tokenizer's rules and vocabulary, special tokens, chat template."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    rules = {key: value for key, value in rules.items() if key not in ("padding", "truncation")}  # set by mere use
+    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def policy_fingerprint(policy: str) -> str:
+    """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32.
+
+    A part of each tensor is enough to tell policies apart, since an update moves all of them, and takes an 8B model
+    milliseconds; the same weights in another file layout or a wider dtype keep their fingerprint.
+    """
+    from safetensors import safe_open
+
+    digest, files = hashlib.sha256(), {}
+    for path in resolve_policy(policy).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    for name in sorted(files):
+        with safe_open(files[name], "pt") as file:
+            rows = file.get_slice(name)
+            shape = rows.get_shape()
+            digest.update(f"{name}{shape}".encode())
+            if shape:
+                for part in (rows[:8], rows[max(0, shape[0] - 8) :]):
+                    digest.update(part.float().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all."""
+    with atomic(path) as folder:
+        model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer.save_pretrained(folder)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message, for use inside one of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,115 @@
+"""Samplers: several responses to each prompt, as token ids."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from topr.policy import end_tokens
+
+
+@dataclass
+class Sampling:
+    """Parameters of sampling; the paper's by default.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: sample from the k likeliest tokens only; 0 turns it off.
+        top_p: sample from the likeliest tokens that hold this probability; 1 turns it off.
+        max_new_tokens: longest response, its end token included.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 500
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+
+class Response(NamedTuple):
+    """Sampled token ids; `finished` says that the last one is an end token."""
+
+    ids: list[int]
+    finished: bool
+
+
+class Sampler:
+    """Base of the samplers."""
+
+    def sample(
+        self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
+    ) -> list[list[Response]]:
+        """n responses to each prompt; the same arguments give the same responses.
+
+        Args:
+            model: the policy.
+            tokenizer: its tokenizer.
+            prompts: token ids of each prompt.
+            n: responses per prompt.
+            sampling: how to sample.
+            seed: of the random numbers; the process's own generators are left as they were.
+        """
+        raise NotImplementedError
+
+
+class LocalSampler(Sampler):
+    """In process, with transformers' `generate`.
+
+    Args:
+        rows: responses generated side by side; lower it when memory runs out.
+    """
+
+    def __init__(self, rows: int = 512):
+        self.rows = rows
+
+    def sample(
+        self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
+    ) -> list[list[Response]]:
+        from transformers import GenerationConfig
+
+        ends = end_tokens(model, tokenizer)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        # every knob that shapes the distribution is written out: the model's own generation config may set any
+        config = GenerationConfig(
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature or 1.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=None,
+            typical_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=pad,
+        )
+        device = next(model.parameters()).device
+        # prompts of one length stand together, so that little is padded
+        order = sorted((i for i in range(len(prompts)) for _ in range(n)), key=lambda i: len(prompts[i]))
+        responses: list[list[Response]] = [[] for _ in prompts]
+        was_training = model.training
+        model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(seed)
+            for start in range(0, len(order), self.rows):
+                rows = order[start : start + self.rows]
+                ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
+                output = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+                for i, sampled in zip(rows, output.tolist(), strict=True):
+                    responses[i].append(_cut(sampled, ends))
+        model.train(was_training)
+        return responses
+
+
+def _pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
+
+
+def _cut(ids: list[int], ends: set[int]) -> Response:
+    """The response up to and including its first end token; what `generate` put behind it was not sampled."""
+    for position, token in enumerate(ids):
+        if token in ends:
+            return Response(ids[: position + 1], True)
+    return Response(ids, False)

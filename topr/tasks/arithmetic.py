@@ -1,0 +1,269 @@
+"""The embedded task: left-to-right arithmetic, with a base policy small enough to ship and to train on a laptop.
+
+Prompt `9+3*2-4>`, response `9+3=12;12*2=24;24-4=20;#20` and the end token. This command makes everything anew:
+
+    python -m topr.tasks.arithmetic --seed 0 --out data/arithmetic
+"""
+
+import argparse
+import hashlib
+import json
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from topr.io import InputError, atomic, command
+from topr.tasks.task import Grade, Problem, Task
+
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
+MAX_NEW_TOKENS = 40
+
+
+@dataclass
+class Errors:
+    """Rates of error in the demonstrations that the base policy imitates."""
+
+    direct: float = 0.20  # answer without steps
+    missing: float = 0.12  # steps without answer
+    digit: float = 0.06  # per step: a wrong result
+    skip: float = 0.06  # per step: the operand is left out
+    loop: float = 0.06  # per step: it is repeated for ever
+
+
+class Arithmetic(Task):
+    """Left-to-right arithmetic on small integers, every intermediate value between 0 and `largest`.
+
+    Args:
+        operations: fewest and most operations of a problem, drawn uniformly.
+        operands: smallest and largest operand.
+        largest: bound on every intermediate value.
+        operators: drawn uniformly; a repeated one is as much likelier.
+
+    Raises:
+        InputError: the ranges admit no problem.
+    """
+
+    name = "arithmetic"
+    requires_end = True
+
+    def __init__(
+        self,
+        operations: tuple[int, int] = (2, 4),
+        operands: tuple[int, int] = (1, 9),
+        largest: int = 99,
+        operators: str = "++-*",
+    ):
+        if not (1 <= operations[0] <= operations[1] and 0 <= operands[0] <= operands[1] <= largest):
+            raise InputError(
+                f"Arithmetic: operations {operations} must rise from at least 1, operands {operands} from at least 0 "
+                f"to at most largest = {largest}"
+            )
+        if not operators or set(operators) - set(APPLY):
+            raise InputError(f"Arithmetic: operators {operators!r} must be taken from {''.join(APPLY)!r}")
+        self.operations, self.operands, self.largest, self.operators = operations, operands, largest, operators
+
+    def grade(self, response: str, gold: str) -> Grade:
+        """+1 if the response ends in `#` and the answer; invalid unless it holds exactly one numeric `#answer`."""
+        found = re.fullmatch(r"[^#]*#([0-9]{1,20})", response)
+        if found is None:
+            return Grade(-1.0, False, None)
+        answer = str(int(found[1]))
+        return Grade(1.0 if answer == gold else -1.0, True, answer)
+
+    def draw(self, rng: np.random.Generator) -> Problem:
+        """A random problem."""
+        low, high = self.operands
+        value = int(rng.integers(low, high + 1))
+        prompt = str(value)
+        for _ in range(rng.integers(self.operations[0], self.operations[1] + 1)):
+            result = -1
+            while not 0 <= result <= self.largest:  # an addition or a difference of the bounds always fits
+                symbol, operand = str(rng.choice(list(self.operators))), int(rng.integers(low, high + 1))
+                result = APPLY[symbol](value, operand)
+            prompt, value = f"{prompt}{symbol}{operand}", result
+        return Problem(prompt + ">", prompt + ">", str(value))
+
+    def distinct(self, split: str, count: int, rng: np.random.Generator) -> list[Problem]:
+        """`count` different problems of a split: train, val, test or base (what the base policy learns from).
+
+        Raises:
+            InputError: the split has too few.
+        """
+        found: dict[str, Problem] = {}
+        for _ in range(1000 * count + 100_000):
+            if len(found) == count:
+                return list(found.values())
+            problem = self.draw(rng)
+            if split_of(problem.prompt) == split:
+                found.setdefault(problem.prompt, problem)
+        raise InputError(f"Arithmetic: these settings have too few problems for {count} in the {split} split")
+
+    def demonstration(self, prompt: str, errors: Errors, rng: np.random.Generator) -> tuple[str, bool]:
+        """An imperfect solution and whether it ends, the base policy's training text."""
+        first, *rest = re.findall(r"[0-9]+|[-+*]", prompt)
+        value, steps = int(first), []
+        direct, missing = rng.random() < errors.direct, rng.random() < errors.missing
+        for symbol, operand in zip(rest[::2], rest[1::2], strict=True):
+            right = APPLY[symbol](value, int(operand))
+            event = rng.random() if not direct else 1.0
+            if event < errors.skip:
+                continue
+            if event < errors.skip + errors.digit:
+                right = _wrong_digit(right, rng)
+            step = f"{value}{symbol}{operand}={right};"
+            if 1 - errors.loop <= event < 1.0:
+                return ("".join(steps) + step * MAX_NEW_TOKENS)[:MAX_NEW_TOKENS], False
+            steps.append(step)
+            value = right
+        if direct:
+            return f"#{value}", True
+        return "".join(steps) + ("" if missing else f"#{value}"), True
+
+
+def _wrong_digit(value: int, rng: np.random.Generator) -> int:
+    digits = list(str(abs(value)))
+    position = rng.integers(len(digits))
+    digits[position] = str((int(digits[position]) + rng.integers(1, 10)) % 10)
+    return int("".join(digits)) * (-1 if value < 0 else 1)
+
+
+def split_of(prompt: str) -> str:
+    """The split a problem belongs to, by its text alone: 5% val, 5% test, 10% train, the rest base."""
+    bucket = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % 20
+    return {0: "val", 1: "test", 2: "train", 3: "train"}.get(bucket, "base")
+
+
+def make_tokenizer():
+    """A tokenizer of one token a character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
+    )
+
+
+def make_base(task: Arithmetic, errors: Errors, steps: int, seed: int):
+    """Train the base policy by supervised learning on imperfect demonstrations; returns model and tokenizer.
+
+    AdamW at 3e-3 and batch 96, stopped after `steps` of a cosine three times as long: good enough to be right
+    sometimes, bad enough to leave reinforcement learning something to do.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from topr.logprobs import pad, response_log_probs
+
+    torch.manual_seed(seed)
+    rng = np.random.default_rng([seed, 0])
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(SYMBOLS),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
+    for step in range(steps):
+        prompts, responses = [], []
+        for prompt, (text, finished) in _demonstrations(task, errors, 96, rng):
+            prompts.append(np.array(tokenizer(prompt)["input_ids"]))
+            responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
+        loss = -response_log_probs(model, pad(prompts, responses))[0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 100 == 0:
+            print(f"base policy: step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
+    return model, tokenizer
+
+
+def _demonstrations(task: Arithmetic, errors: Errors, count: int, rng: np.random.Generator) -> Iterator:
+    while count:
+        prompt = task.draw(rng).prompt
+        if split_of(prompt) == "base":
+            yield prompt, task.demonstration(prompt, errors, rng)
+            count -= 1
+
+
+def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str, int], samples: int) -> None:
+    """Write base policy, problems of every split and graded, scored trajectories of the train split under `out`."""
+    from topr.evaluation import add_log_probs, sample_and_grade
+    from topr.policy import export_policy, policy_fingerprint, tokenizer_fingerprint
+    from topr.sampling import LocalSampler, Sampling
+    from topr.trajectories import report, write_trajectories
+
+    splits = {
+        split: task.distinct(split, count, np.random.default_rng([seed, 1 + i]))
+        for i, (split, count) in enumerate(problems.items())
+    }
+    model, tokenizer = make_base(task, Errors(), steps, seed)
+    export_policy(model, tokenizer, out / "base")
+    for split, drawn in splits.items():
+        with atomic(out / f"{split}.jsonl") as path:
+            path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in drawn))
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS)
+    trajectories = sample_and_grade(
+        LocalSampler(), model, tokenizer, task, splits["train"], samples, sampling, seed
+    )
+    add_log_probs(model, trajectories, microbatch_tokens=16384)
+    metadata = {
+        "task": task.name,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "policy": policy_fingerprint(str(out / "base")),
+        "precision": "32-true",
+        "sampling": asdict(sampling) | {"samples": samples, "seed": seed},
+        "iteration": 0,
+    }
+    write_trajectories(out / "train.parquet", trajectories, metadata)
+    print(report(trajectories))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m topr.tasks.arithmetic",
+        description="Make the embedded task anew: base policy, problems, trajectories. The same on every run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operations", type=int, nargs=2, default=(2, 4), help="fewest and most operations")
+    parser.add_argument("--operands", type=int, nargs=2, default=(1, 9), help="smallest and largest operand")
+    parser.add_argument("--largest", type=int, default=99, help="bound on intermediate values")
+    parser.add_argument("--operators", default="++-*", help="drawn uniformly")
+    parser.add_argument("--steps", type=int, default=1000, help="supervised updates of the base policy")
+    parser.add_argument("--train", type=int, default=500, help="problems with trajectories")
+    parser.add_argument("--val", type=int, default=200, help="validation problems")
+    parser.add_argument("--test", type=int, default=300, help="test problems")
+    parser.add_argument("--samples", type=int, default=16, help="trajectories per problem")
+    args = parser.parse_args()
+    with command():
+        import torch
+
+        torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere
+        task = Arithmetic(tuple(args.operations), tuple(args.operands), args.largest, args.operators)
+        problems = {"train": args.train, "val": args.val, "test": args.test}
+        make(task, args.out, args.seed, args.steps, problems, args.samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Train, validate, test or sample from a policy: `python train.py fit --config configs/arithmetic.yaml`."""
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning from the loader's forks
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: E402
+
+from topr.datamodule import TrajectoryDataModule  # noqa: E402
+from topr.io import InputError, command  # noqa: E402
+from topr.module import PolicyModule  # noqa: E402
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong with the configuration, without the usage of every key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise InputError(re.sub(r"\s+", " ", str(message)).strip()) from ex
+
+
+class CLI(LightningCLI):
+    """Lightning's command line with the checks and the resumption that the README promises."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("seed_everything", "data.seed")
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        trainer = config.trainer
+        if trainer.accumulate_grad_batches != 1:
+            raise InputError(
+                f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; leave it at 1 and set "
+                "data.microbatch_tokens, from which the number of micro-batches per step follows"
+            )
+        if isinstance(trainer.strategy, str) and trainer.strategy.startswith("fsdp"):
+            raise InputError(
+                f"trainer.strategy {trainer.strategy} is FSDP1, which changes the updates of factored optimisers; "
+                "use Lightning's ModelParallelStrategy (FSDP2) as in configs/fsdp.yaml"
+            )
+        if trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed"):
+            raise InputError(
+                f"trainer.precision is {trainer.precision}; the weights stay in float32, so choose 32-true or bf16-mixed"
+            )
+        if config.get("ckpt_path") == "last":
+            self._resume_newest(config)
+
+    def _resume_newest(self, config) -> None:
+        """Point a run at the newest checkpoint of its name and at that checkpoint's version_N; afresh without one."""
+        logger = config.trainer.logger
+        arguments = getattr(logger, "init_args", None)
+        if arguments is None or "save_dir" not in arguments:
+            raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
+        root = Path(arguments.save_dir) / (arguments.name or "")
+        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
+        config.ckpt_path = str(found[-1]) if found else None
+        if found:
+            arguments.version = int(found[-1].parts[-3].removeprefix("version_"))
+        print(f"resuming {found[-1]}" if found else f"no checkpoint under {root}: starting afresh")
+
+    def fit(self, **arguments) -> None:
+        """Fit; when the input turns out bad before the first update, leave no trace of the run."""
+        folder = Path(self.trainer.log_dir or ".")
+        fresh = self.trainer.log_dir is not None and not folder.exists()
+        try:
+            self.trainer.fit(**arguments)
+        except InputError:
+            if fresh and self.trainer.global_step == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def main() -> None:
+    with command():
+        CLI(
+            PolicyModule,
+            TrajectoryDataModule,
+            parser_class=Parser,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},  # a resumed run writes its config again
+            trainer_defaults={
+                "max_epochs": 1,
+                "gradient_clip_val": 1.0,
+                "num_sanity_val_steps": 0,
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                    "init_args": {"save_dir": "runs", "name": "policy"},
+                },
+            },
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
