@@ -1,5 +1,6 @@
 """Train, validate, test or sample from a policy: `python train.py fit --config configs/arithmetic.yaml`."""
 
+import logging
 import os
 import re
 import shutil
@@ -8,14 +9,11 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning from the loader's forks
-warnings.filterwarnings("ignore", category=DeprecationWarning)
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: E402
-
-from topr.datamodule import TrajectoryDataModule  # noqa: E402
-from topr.io import InputError, command  # noqa: E402
-from topr.module import PolicyModule  # noqa: E402
+from topr.datamodule import TrajectoryDataModule
+from topr.io import InputError, command
+from topr.module import PolicyModule
 
 
 class Parser(LightningArgumentParser):
@@ -46,10 +44,12 @@ class CLI(LightningCLI):
             )
         if trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed"):
             raise InputError(
-                f"trainer.precision is {trainer.precision}; the weights stay in float32, so choose 32-true or bf16-mixed"
+                f"trainer.precision is {trainer.precision}; weights stay in float32: choose 32-true or bf16-mixed"
             )
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
+        elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
+            raise InputError(f"--ckpt_path: {config.ckpt_path} does not exist; name a checkpoint or 'last'")
 
     def _resume_newest(self, config) -> None:
         """Point a run at the newest checkpoint of its name and at that checkpoint's version_N; afresh without one."""
@@ -67,16 +67,20 @@ class CLI(LightningCLI):
     def fit(self, **arguments) -> None:
         """Fit; when the input turns out bad before the first update, leave no trace of the run."""
         folder = Path(self.trainer.log_dir or ".")
-        fresh = self.trainer.log_dir is not None and not folder.exists()
+        fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             self.trainer.fit(**arguments)
         except InputError:
             if fresh and self.trainer.global_step == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(fresh[-1], ignore_errors=True)
             raise
 
 
 def main() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # between Lightning and torch
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
     with command():
         CLI(
             PolicyModule,

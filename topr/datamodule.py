@@ -83,11 +83,11 @@ class TrajectoryDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Check every file that this command reads before anything is written or put on a device."""
         stage = self.trainer.state.fn
-        needed = {"fit": ("train",), "validate": ("val",), "test": ("test",), "predict": ("problems", "out")}[stage]
+        needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(f"data.{name} is not set; {stage} needs it")
-        for split in ("val", "test", "problems"):
+        for split in ("val", "test") if stage == "fit" else needed[:1]:
             self.read_problems(split)
         if stage == "predict" and any(Path(self.out).glob("*.parquet")):
             raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
@@ -275,9 +275,7 @@ class _MicroBatches(Dataset):
         filler = not len(run)
         chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
         table = self.rows[chosen.tolist()]
-        prompts, responses, scores = (
-            _arrays(table[name]) for name in ("prompt_ids", "response_ids", "ref_logprobs")
-        )
+        prompts, responses, scores = (_arrays(table[name]) for name in ("prompt_ids", "response_ids", "ref_logprobs"))
         return MicroBatch(
             tokens=pad(prompts, responses),
             ref_log_probs_N=from_numpy(np.concatenate(scores)),

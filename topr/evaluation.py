@@ -6,7 +6,6 @@ from itertools import groupby
 import numpy as np
 from torch import nn
 
-from topr.logprobs import score
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
@@ -53,13 +52,6 @@ def sample_and_grade(
                 )
             )
     return trajectories
-
-
-def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
-    """Score log mu of sampled trajectories in place, by the forward that trains."""
-    prompts, responses = ([np.array(getattr(t, name)) for t in trajectories] for name in ("prompt_ids", "response_ids"))
-    for trajectory, log_probs in zip(trajectories, score(model, prompts, responses, microbatch_tokens), strict=True):
-        trajectory.ref_logprobs = log_probs.tolist()
 
 
 def per_problem(trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:

@@ -1,11 +1,13 @@
 """What every command shares: errors of one sentence, exit codes, atomic writes."""
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -41,3 +43,34 @@ def atomic(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def load_jsonl(path: str | Path, required: dict[str, tuple[type, ...]]) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file, each an object whose `required` keys have one of the given types.
+
+    Raises:
+        InputError: the file or a line is not that, named by its number.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as JSON lines: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: no JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
+        for key, types in required.items():
+            if not isinstance(row.get(key), types):
+                names = " or ".join(kind.__name__ for kind in types)
+                found = f"{type(row[key]).__name__}" if key in row else "nothing"
+                raise InputError(f"{path}, line {number}: key {key!r} must hold {names}, found {found}")
+        rows.append(row)
+    if not rows:
+        raise InputError(f"{path} holds no line")
+    return rows

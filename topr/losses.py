@@ -162,7 +162,7 @@ class TOPR(Loss):
 
 
 class REINFORCE(TOPR):
-    """Naive off-policy REINFORCE, all limits 1: unbounded above, it drives negatives' probability to 0 and collapses."""
+    """Naive off-policy REINFORCE, all limits 1: unbounded above, it pushes negatives for ever and collapses."""
 
     def __init__(self, baseline: float = 0.0, positive_share: float | None = None, ratio: Ratio = "sequence"):
         super().__init__(1, 1, 1, 1, baseline, positive_share, ratio)

@@ -4,7 +4,6 @@ Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
 """
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,19 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from topr.datamodule import MicroBatch
-from topr.evaluation import add_log_probs, per_problem, sample_and_grade, summarise, table
-from topr.io import InputError, atomic
+from topr.evaluation import per_problem, sample_and_grade, summarise
+from topr.io import atomic
 from topr.logprobs import Tokens, response_log_probs
-from topr.losses import Loss, LossOutput, sum_tokens
-from topr.metrics import training_statistics
+from topr.losses import Loss
+from topr.monitor import Monitor, gather
 from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.sampling import LocalSampler, Sampler
 from topr.tasks.task import Problem, Task
-from topr.throughput import Throughput
-from topr.trajectories import Trajectory, write_trajectories
-
-MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
-MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
+from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 
 class PolicyModule(LightningModule):
@@ -59,13 +54,11 @@ class PolicyModule(LightningModule):
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
         self.summary: dict[str, Any] = {}  # of the run so far, kept in checkpoints
-        self._rows: list[Tensor] = []  # what the micro-batches of this step say of each trajectory
-        self._hidden: tuple[Tensor, MicroBatch] | None = None
 
     def configure_model(self) -> None:
         """Load weights and tokenizer; called once the strategy has set the device up."""
         if self.policy is None:
-            self.policy, self.tokenizer = load_policy(self.policy_path), load_tokenizer(self.policy_path)
+            self.tokenizer, self.policy = load_tokenizer(self.policy_path), load_policy(self.policy_path).train()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters())
@@ -77,102 +70,29 @@ class PolicyModule(LightningModule):
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         log_probs_N, hidden_ND = self(batch.tokens)
         output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
-        self._remember(output, hidden_ND, batch)
+        self.monitor.collect(output, hidden_ND, batch)
         # The one place that reduces: the sum over trajectories is divided by their number in the GLOBAL batch, so that
         # micro-batches, padding and ranks cannot change the update. The trainer divides by its micro-batches per step,
         # the strategy averages over ranks; both are cancelled here.
         cancelled = self.trainer.accumulate_grad_batches * self.trainer.world_size
         return (output.loss_B * batch.weight_B).sum() / batch.divisor * cancelled
 
-    def _remember(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
-        columns = (
-            batch.weight_B,
-            batch.trajectory_B,
-            batch.reward_B,
-            batch.advantage_B,
-            batch.tokens.length_B,
-            output.loss_B.detach(),
-            *output[1:],
-        )
-        self._rows.append(torch.stack([column.double() for column in columns]))
-        hidden_ND.retain_grad()
-        self._hidden = hidden_ND, batch
-
     def on_after_backward(self) -> None:
-        # each hidden state belongs to one trajectory, so the squared gradient there splits exactly by sign
-        (hidden_ND, batch), self._hidden = self._hidden, None
-        gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), batch.tokens.length_B)
-        self._rows[-1] = torch.cat((self._rows[-1], gradient_B.double()[None]))
+        self.monitor.after_backward()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        local = torch.cat(self._rows, dim=1).cpu().numpy()
-        self._rows = []
-        step = self.global_step
-        if step > 1 and (step + 1) % self.trainer.log_every_n_steps:
-            return
-        values = np.concatenate(_gather(local), axis=1)
-        values = values[:, values[0] > 0]  # without fillers
-        names = "weight trajectory reward advantage length loss objective log_ratio weight truncated gradient".split()
-        rows = dict(zip(names, values, strict=True))
-        if step == 0:
-            self._check_start(rows)
-        elif step == 1 and np.abs(rows["log_ratio"]).max() < 1e-5:
-            warnings.warn(
-                "every ratio pi/mu is still 1 after the first update: the learning rate is 0, the update vanishes in "
-                "the precision of the weights, or ref_logprobs are not those of the policy that sampled",
-                stacklevel=1,
-            )
-        statistics = training_statistics(rows)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        statistics["gradient/norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        self.log_dict(statistics | self._throughput.read(self.trainer.world_size), rank_zero_only=True)
-        self.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
-        self._histograms(rows)
-
-    @rank_zero_only
-    def _histograms(self, rows: dict[str, np.ndarray]) -> None:
-        if hasattr(self.logger, "experiment") and hasattr(self.logger.experiment, "add_histogram"):
-            for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
-                if chosen.any():
-                    values = rows["log_ratio"][chosen]
-                    self.logger.experiment.add_histogram(f"log_ratio/{sign}", values, self.global_step)
-
-    def _check_start(self, rows: dict[str, np.ndarray]) -> None:
-        """Before the first update log pi must equal log mu, if the data came from this very policy."""
-        size = np.abs(rows["log_ratio"])
-        self.summary["max_abs_log_ratio_at_start"] = float(size.max())
-        data = self.trainer.datamodule
-        if not data.from_policy(policy_fingerprint(self.policy_path)):
-            low, middle, high = np.quantile(rows["log_ratio"], [0, 0.5, 1])
-            rank_zero_info(
-                "The trajectories name another policy, or none, as the one that sampled them. Log-ratios of the first "
-                f"batch: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
-            )
-            return
-        exact = self.trainer.precision == "32-true" and {m["precision"] for m in data.metadata} == {"32-true"}
-        found = size.max() if exact else np.median(size / rows["length"])
-        bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
-        if not found <= bound:
-            raise InputError(
-                f"data.train says that policy {self.policy_path!r} sampled it, but before the first update "
-                f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
-                f"{found:.3g}, expected at most {bound} (worst: trajectory {rows['trajectory'][size.argmax()]:.0f}); "
-                "score the responses again with this policy"
-            )
+        self.monitor.before_step(self.global_step)
 
     def on_train_start(self) -> None:
-        self._throughput = Throughput(self.policy)
+        self.monitor = Monitor(self)
         if self.trainer.datamodule.test is not None and "before" not in self.summary:
             self.summary["before"] = self._brief(self._evaluate("test"))
 
-        self._throughput.start()
-
-    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
-        self._throughput.count(batch.tokens)
+        self.monitor.speed.start()  # the clock counts training only
 
     def on_validation_end(self) -> None:
         if self.trainer.state.fn == "fit":
-            self._throughput.start()  # the clock counts training only
+            self.monitor.speed.start()
 
     def on_train_end(self) -> None:
         """Export the policy, measure it on the test problems and write summary.json."""
@@ -185,7 +105,7 @@ class PolicyModule(LightningModule):
         self.summary |= {
             "steps": self.global_step,
             "trajectories": len(data.reward),
-            "tokens_per_s": self._throughput.rate(self.trainer.world_size),
+            "tokens_per_s": self.monitor.speed.rate(self.trainer.world_size),
         }
         if self.trainer.is_global_zero:
             with atomic(folder / "summary.json") as path:
@@ -210,7 +130,7 @@ class PolicyModule(LightningModule):
         data = self.trainer.datamodule
         seed = _seed(data.seed, self.global_step, self.global_rank)
         local = sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
-        return [trajectory for part in _gather(local) for trajectory in part]
+        return [trajectory for part in gather(local) for trajectory in part]
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         trajectories = self._sample(batch, self.trainer.datamodule.val_samples)
@@ -266,12 +186,3 @@ class PolicyModule(LightningModule):
 def _seed(*parts: int) -> int:
     """One seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

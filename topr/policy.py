@@ -66,7 +66,9 @@ def load_policy(policy: str) -> nn.Module:
         InputError: it cannot be loaded, or its head is none that `response_log_probs` computes exactly.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     folder = resolve_policy(policy)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -151,6 +153,8 @@ def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str,
     with atomic(path) as folder:
         model.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):  # they are written for their owner alone
+            weights.chmod((folder / "config.json").stat().st_mode)
 
 
 def first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from topr.io import InputError
 from topr.policy import end_tokens
 
 
@@ -18,12 +19,22 @@ class Sampling:
         top_k: sample from the k likeliest tokens only; 0 turns it off.
         top_p: sample from the likeliest tokens that hold this probability; 1 turns it off.
         max_new_tokens: longest response, its end token included.
+
+    Raises:
+        InputError: a value lies outside its range.
     """
 
     temperature: float = 1.0
     top_k: int = 500
     top_p: float = 1.0
     max_new_tokens: int = 512
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1):
+            raise InputError(
+                f"{self}: temperature and top_k must be at least 0, top_p above 0 and at most 1, max_new_tokens at "
+                "least 1"
+            )
 
 
 class Response(NamedTuple):

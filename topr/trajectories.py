@@ -1,6 +1,6 @@
-"""The trajectory file: a frozen Parquet schema, validated on load, written atomically; import of users' files.
+"""The trajectory file: a frozen Parquet schema, validated on load, written atomically.
 
-    python -m topr.trajectories import FILE.jsonl --policy DIR --out FILE.parquet
+python -m topr.trajectories import FILE.jsonl --policy DIR --out FILE.parquet
 """
 
 import argparse
@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from torch import nn
 
 from topr.io import InputError, atomic, command
-from topr.losses import advantage_share
+from topr.logprobs import score
 
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
@@ -75,6 +76,16 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], met
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 rows = []
         writer.write_table(pa.Table.from_pylist(rows, schema))
+
+
+def read_trajectories(path: str | Path) -> list[Trajectory]:
+    """All rows of a trajectory file, which must fit into memory; training maps files instead.
+
+    Raises:
+        InputError: see `read_metadata`.
+    """
+    read_metadata(path)
+    return [Trajectory(**row) for row in pq.read_table(path, columns=SCHEMA.names).to_pylist()]
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -213,113 +224,11 @@ def resolve_files(train: str | list[str]) -> list[str]:
     return files
 
 
-def load_jsonl(path: str | Path, required: dict[str, tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file, each an object whose `required` keys have one of the given types.
-
-    Raises:
-        InputError: the file or a line is not that, named by its number.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as JSON lines: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: no JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-        for key, types in required.items():
-            if not isinstance(row.get(key), types):
-                names = " or ".join(kind.__name__ for kind in types)
-                found = f"{type(row[key]).__name__}" if key in row else "nothing"
-                raise InputError(f"{path}, line {number}: key {key!r} must hold {names}, found {found}")
-        rows.append(row)
-    if not rows:
-        raise InputError(f"{path} holds no line")
-    return rows
-
-
-def import_jsonl(path: str | Path, policy: str, out: str | Path, microbatch_tokens: int) -> list[Trajectory]:
-    """Tokenise `{prompt, response, reward}` lines with the policy's tokenizer and score log mu with its forward.
-
-    The prompt is tokenised with special tokens, the response without; `finished` (default true) appends the end
-    token and trains it. Boolean rewards become +-1. `prompt_id`, `group`, `valid`, `answer` and `gold` are kept.
-
-    Raises:
-        InputError: a line is malformed, empty, or longer than the policy's context.
-    """
-    from topr.logprobs import score
-    from topr.policy import load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
-
-    rows = load_jsonl(path, {"prompt": (str,), "response": (str,), "reward": (bool, int, float)})
-    tokenizer, trajectories = load_tokenizer(policy), []
-    ids: dict[str, str] = {}
-    for number, row in enumerate(rows, start=1):
-        prompt_ids = tokenizer(row["prompt"])["input_ids"]
-        finished = row.get("finished", True)
-        response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        response_ids += [tokenizer.eos_token_id] if finished else []
-        reward = float(row["reward"]) if not isinstance(row["reward"], bool) else 2.0 * row["reward"] - 1
-        if not (prompt_ids and response_ids and np.isfinite(reward)):
-            raise InputError(f"{path}, entry {number}: prompt, response or reward is empty or not finite")
-        prompt_id = str(row.get("prompt_id", ids.setdefault(row["prompt"], str(len(ids)))))
-        trajectories.append(
-            Trajectory(
-                prompt_id=prompt_id,
-                group=str(row.get("group", prompt_id)),
-                prompt=row["prompt"],
-                prompt_ids=prompt_ids,
-                response=row["response"],
-                response_ids=response_ids,
-                ref_logprobs=[],
-                reward=reward,
-                finished=finished,
-                **{key: row.get(key) for key in ("valid", "answer", "gold")},
-            )
-        )
-    model = load_policy(policy)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", microbatch_tokens)
-    for number, trajectory in enumerate(trajectories, start=1):
-        length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        if length > min(context, microbatch_tokens):
-            raise InputError(
-                f"{path}, entry {number}: {length} tokens are more than the policy's context of {context} or "
-                f"--microbatch-tokens {microbatch_tokens}; drop the entry or raise the bound"
-            )
+def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
+    """Score log mu of trajectories in place, by the forward that trains."""
     prompts, responses = ([np.array(getattr(t, name)) for t in trajectories] for name in ("prompt_ids", "response_ids"))
     for trajectory, log_probs in zip(trajectories, score(model, prompts, responses, microbatch_tokens), strict=True):
         trajectory.ref_logprobs = log_probs.tolist()
-    metadata = {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "policy": policy_fingerprint(policy),
-        "precision": "32-true",
-    }
-    write_trajectories(out, trajectories, metadata)
-    return trajectories
-
-
-def report(trajectories: list[Trajectory]) -> str:
-    """Counts, lengths, rewards and log-probs of trajectories, one line each."""
-    reward = np.array([t.reward for t in trajectories])
-    log_mu = np.array([sum(t.ref_logprobs) for t in trajectories])
-    lines = [
-        f"trajectories      {len(trajectories)} of {len({t.prompt_id for t in trajectories})} prompts, "
-        f"{np.mean([t.finished for t in trajectories]):.1%} finished"
-    ]
-    for name in ("prompt_ids", "response_ids"):
-        low, middle, high = np.quantile([len(getattr(t, name)) for t in trajectories], [0, 0.5, 1]).astype(int)
-        lines.append(f"{name.removesuffix('_ids'):8}tokens    min {low}, median {middle}, max {high}")
-    lines.append(
-        f"reward            mean {reward.mean():.3f}; share >= 0: p = {(reward >= 0).mean():.3f}, "
-        f"effective share at baseline 0: {advantage_share(reward):.3f}"
-    )
-    lines.append(f"log mu            mean {log_mu.mean():.1f}, min {log_mu.min():.1f}, max {log_mu.max():.1f}")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -332,6 +241,8 @@ def main() -> None:
     convert.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one forward")
     args = parser.parse_args()
     with command():
+        from topr.importing import import_jsonl, report  # it needs what this file defines
+
         print(report(import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens)))
         print(f"wrote {args.out}")
 

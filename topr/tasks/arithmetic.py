@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from topr.io import InputError, atomic, command
+from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task
 
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -50,6 +51,7 @@ class Arithmetic(Task):
 
     name = "arithmetic"
     requires_end = True
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS)
 
     def __init__(
         self,
@@ -76,17 +78,27 @@ class Arithmetic(Task):
         return Grade(1.0 if answer == gold else -1.0, True, answer)
 
     def draw(self, rng: np.random.Generator) -> Problem:
-        """A random problem."""
-        low, high = self.operands
-        value = int(rng.integers(low, high + 1))
-        prompt = str(value)
-        for _ in range(rng.integers(self.operations[0], self.operations[1] + 1)):
-            result = -1
-            while not 0 <= result <= self.largest:  # an addition or a difference of the bounds always fits
-                symbol, operand = str(rng.choice(list(self.operators))), int(rng.integers(low, high + 1))
-                result = APPLY[symbol](value, operand)
-            prompt, value = f"{prompt}{symbol}{operand}", result
-        return Problem(prompt + ">", prompt + ">", str(value))
+        """A random problem.
+
+        Raises:
+            InputError: the settings hardly ever admit one.
+        """
+        operands = range(self.operands[0], self.operands[1] + 1)
+        for _ in range(1000):
+            value = int(rng.choice(operands))
+            prompt = str(value)
+            for _ in range(rng.integers(self.operations[0], self.operations[1] + 1)):
+                steps = [(s, n) for s in self.operators for n in operands if 0 <= APPLY[s](value, n) <= self.largest]
+                if not steps:
+                    break
+                symbol, operand = steps[rng.integers(len(steps))]
+                prompt, value = f"{prompt}{symbol}{operand}", APPLY[symbol](value, operand)
+            else:
+                return Problem(prompt + ">", prompt + ">", str(value))
+        raise InputError(
+            f"Arithmetic: operands {self.operands}, operators {self.operators!r} and largest = {self.largest} leave no "
+            "problem; widen them"
+        )
 
     def distinct(self, split: str, count: int, rng: np.random.Generator) -> list[Problem]:
         """`count` different problems of a split: train, val, test or base (what the base policy learns from).
@@ -207,10 +219,11 @@ def _demonstrations(task: Arithmetic, errors: Errors, count: int, rng: np.random
 
 def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str, int], samples: int) -> None:
     """Write base policy, problems of every split and graded, scored trajectories of the train split under `out`."""
-    from topr.evaluation import add_log_probs, sample_and_grade
+    from topr.evaluation import sample_and_grade
+    from topr.importing import report
     from topr.policy import export_policy, policy_fingerprint, tokenizer_fingerprint
-    from topr.sampling import LocalSampler, Sampling
-    from topr.trajectories import report, write_trajectories
+    from topr.sampling import LocalSampler
+    from topr.trajectories import add_log_probs, write_trajectories
 
     splits = {
         split: task.distinct(split, count, np.random.default_rng([seed, 1 + i]))
@@ -221,17 +234,15 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     for split, drawn in splits.items():
         with atomic(out / f"{split}.jsonl") as path:
             path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in drawn))
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS)
-    trajectories = sample_and_grade(
-        LocalSampler(), model, tokenizer, task, splits["train"], samples, sampling, seed
-    )
+    sampler = LocalSampler()
+    trajectories = sample_and_grade(sampler, model, tokenizer, task, splits["train"], samples, task.sampling, seed)
     add_log_probs(model, trajectories, microbatch_tokens=16384)
     metadata = {
         "task": task.name,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "policy": policy_fingerprint(str(out / "base")),
         "precision": "32-true",
-        "sampling": asdict(sampling) | {"samples": samples, "seed": seed},
+        "sampling": asdict(task.sampling) | {"samples": samples, "seed": seed},
         "iteration": 0,
     }
     write_trajectories(out / "train.parquet", trajectories, metadata)
@@ -250,7 +261,7 @@ def main() -> None:
     parser.add_argument("--operands", type=int, nargs=2, default=(1, 9), help="smallest and largest operand")
     parser.add_argument("--largest", type=int, default=99, help="bound on intermediate values")
     parser.add_argument("--operators", default="++-*", help="drawn uniformly")
-    parser.add_argument("--steps", type=int, default=1000, help="supervised updates of the base policy")
+    parser.add_argument("--steps", type=int, default=1200, help="supervised updates of the base policy")
     parser.add_argument("--train", type=int, default=500, help="problems with trajectories")
     parser.add_argument("--val", type=int, default=200, help="validation problems")
     parser.add_argument("--test", type=int, default=300, help="test problems")

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from topr.trajectories import load_jsonl
+from topr.io import load_jsonl
+from topr.sampling import Sampling
 
 
 class Grade(NamedTuple):
@@ -29,6 +30,7 @@ class Task:
 
     name: str = "task"
     requires_end = False  # whether a response cut by the length limit is invalid whatever it says
+    sampling = Sampling()  # how evaluate.py samples
 
     def problems(self, path: str | Path) -> list[Problem]:
         """Problems from JSON lines `{"prompt": …, "gold": …}`, `id` optional (the line's number).

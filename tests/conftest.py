@@ -1,0 +1,110 @@
+"""Small models, tokenizers and trajectory files that the tests make themselves; nothing is fetched."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.tasks.arithmetic import SYMBOLS, make_tokenizer
+from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def make_policy(folder: Path, seed: int = 0, scale: float = 0.1, **changes) -> Path:
+    """A random two-layer Llama with the arithmetic tokenizer."""
+    torch.manual_seed(seed)
+    arguments = {
+        "vocab_size": len(SYMBOLS),
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "initializer_range": scale,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    export_policy(LlamaForCausalLM(LlamaConfig(**arguments | changes)), make_tokenizer(), folder)
+    return folder
+
+
+def make_trajectories(policy: Path, count: int = 23, seed: int = 0, shift: float = 0.0, group: int = 4):
+    """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size `shift`."""
+    rng = np.random.default_rng(seed)
+    tokenizer, trajectories = load_tokenizer(str(policy)), []
+    for i in range(count):
+        finished = bool(rng.random() < 0.7)
+        prompt_ids = rng.integers(3, len(SYMBOLS), rng.integers(1, 9)).tolist()
+        response_ids = rng.integers(3, len(SYMBOLS), rng.integers(1, 15)).tolist() + [1] * finished
+        trajectories.append(
+            Trajectory(
+                prompt_id=str(i // group),
+                group=str(i // group),
+                prompt=tokenizer.decode(prompt_ids),
+                prompt_ids=prompt_ids,
+                response=tokenizer.decode(response_ids[: len(response_ids) - finished]),
+                response_ids=response_ids,
+                ref_logprobs=[],
+                reward=1.0 if rng.random() < 0.4 else -1.0,
+                finished=finished,
+            )
+        )
+    trajectories[0].reward, trajectories[1].reward = 1.0, -1.0
+    add_log_probs(load_policy(str(policy)), trajectories, 16384)
+    for trajectory in trajectories:
+        # one offset per trajectory, spread over its tokens: sequence ratios on both sides of every limit
+        offset = shift * rng.normal() / len(trajectory.response_ids)
+        trajectory.ref_logprobs = [min(value - offset, -1e-4) for value in trajectory.ref_logprobs]
+    return trajectories
+
+
+def write(path: Path, sampler: Path, trajectories: list[Trajectory], **metadata) -> Path:
+    """A trajectory file that names the policy `sampler`, unless `metadata` says otherwise."""
+    known = {
+        "tokenizer": tokenizer_fingerprint(load_tokenizer(str(sampler))),
+        "policy": policy_fingerprint(str(sampler)),
+        "precision": "32-true",
+    }
+    write_trajectories(path, trajectories, known | metadata)
+    return path
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy") / "base")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a command in a folder of its own: exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(main, *arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    run.folder = tmp_path
+    return run

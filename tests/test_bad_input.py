@@ -1,0 +1,218 @@
+"""Bad input and configuration: one clear sentence, exit code 2, nothing written."""
+
+import math
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, make_policy, make_trajectories, write
+
+import evaluate
+import train
+from topr.policy import policy_fingerprint
+from topr.tasks.arithmetic import make_tokenizer
+
+CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null"]
+LOSS = "--model.loss.init_args"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    policy = make_policy(folder / "base")
+    return policy, write(folder / "train.parquet", policy, make_trajectories(policy))
+
+
+def refused(run, words: str, *arguments, main=train.main) -> str:
+    """Run, and check that it ends as bad input should; returns the sentence."""
+    before = set(run.folder.rglob("*"))
+    code, out, err = run(main, *arguments)
+    lines = [line for line in err.splitlines() if not line.startswith("INFO")]
+    assert code == 2, err
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    assert words in lines[0]
+    assert len(lines[0]) < 500
+    assert set(run.folder.rglob("*")) == before
+    return lines[0]
+
+
+def fit(policy, data, *arguments):
+    return ["fit", *CONFIG, f"--model.policy={policy}", f"--data.train={data}", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.train=missing.parquet"], "'missing.parquet' is no file"),
+        (["--data.train=null"], "data.train is not set"),
+        (["--data.val=missing.jsonl"], "missing.jsonl cannot be read"),
+        (["--data.microbatch_tokens=9"], "raise data.microbatch_tokens"),
+        (["--data.batch_size=0"], "data.batch_size is 0"),
+        (["--data.bach_size=3"], "bach_size"),
+        (["--model.loss.init_args.bplus=3"], "bplus"),
+        (["--model.loss=topr.losses.TOPPER"], "TOPPER"),
+        (["--model.task=topr.tasks.Geometry"], "Geometry"),
+        (["--model.optimizer=torch.optim.Adamw"], "Adamw"),
+        ([f"{LOSS}.a_minus=2"], "0 <= a <= b"),
+        ([f"{LOSS}.b_plus=0.5"], "0 <= a <= b"),
+        ([f"{LOSS}.baseline=0.1", f"{LOSS}.positive_share=0.2"], "both baseline = 0.1 and positive_share = 0.2"),
+        ([f"{LOSS}.ratio=tokens"], "ratio"),
+        (["--trainer.accumulate_grad_batches=2"], "data.microbatch_tokens"),
+        (["--trainer.strategy=fsdp"], "configs/fsdp.yaml"),
+        (["--trainer.precision=bf16-true"], "float32"),
+        (["--model.policy=nowhere"], "neither a folder nor a model"),
+        (["--config=nowhere.yaml"], "nowhere.yaml"),
+        (["--ckpt_path=nowhere.ckpt"], "nowhere.ckpt"),
+    ],
+    ids=lambda value: value[-1].lstrip("-") if isinstance(value, list) else "",
+)
+def test_bad_configuration(run, good, arguments, words):
+    refused(run, words, *fit(*good, *arguments))
+
+
+def test_unknown_subcommand(run):
+    refused(run, "fitt", "fitt")
+
+
+def test_policy_folders_without_a_model(run, good, tmp_path):
+    policy, data = good
+    for missing in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = shutil.copytree(policy, tmp_path / f"without-{missing}")
+        (folder / missing).unlink()
+        refused(run, str(folder), *fit(folder, data))
+    (folder := tmp_path / "empty").mkdir()
+    refused(run, "holds no model", *fit(folder, data))
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"x" * 100)
+    refused(run, "broken", *fit(broken, data))
+
+
+def change(table: pa.Table, column: str, row: int, value) -> pa.Table:
+    values = table[column].to_pylist()
+    values[row] = value
+    index = table.schema.get_field_index(column)
+    return table.set_column(index, pa.field(column, table[column].type), pa.array(values, table[column].type))
+
+
+BAD_ROWS = [
+    ("ref_logprobs", lambda old: old[:-1], "row 5 (prompt '1'): response_ids and ref_logprobs differ in length"),
+    ("ref_logprobs", lambda old: [math.nan] + old[1:], "row 5 (prompt '1'): ref_logprobs holds a log-prob that is"),
+    ("ref_logprobs", lambda old: [0.5] + old[1:], "row 5"),
+    ("ref_logprobs", lambda old: [-math.inf] + old[1:], "row 5"),
+    ("ref_logprobs", lambda old: [None] + old[1:], "row 5"),
+    ("ref_logprobs", lambda old: None, "ref_logprobs is null"),
+    ("reward", lambda old: math.nan, "row 5 (prompt '1'): the reward is NaN or infinite"),
+    ("reward", lambda old: None, "reward is null"),
+    ("response_ids", lambda old: [], "the response is empty"),
+    ("prompt_ids", lambda old: [], "prompt_ids is empty"),
+    ("response_ids", lambda old: [20] + old[1:], "outside the policy's vocabulary of 20"),
+    ("prompt_ids", lambda old: [-1] + old[1:], "outside the policy's vocabulary of 20"),
+    ("prompt_ids", lambda old: old * 100, "raise data.microbatch_tokens or drop the row"),
+]
+
+
+@pytest.mark.parametrize(("column", "edit", "words"), BAD_ROWS)
+def test_bad_rows(run, good, tmp_path, column, edit, words):
+    policy, data = good
+    table = pq.read_table(data)
+    pq.write_table(change(table, column, 5, edit(table[column][5].as_py())), tmp_path / "bad.parquet")
+    refused(run, words, *fit(policy, tmp_path / "bad.parquet"))
+
+
+def test_bad_columns_and_files(run, good, tmp_path):
+    policy, data = good
+    table, bad = pq.read_table(data), tmp_path / "bad.parquet"
+    for name in ("reward", "ref_logprobs", "prompt_ids", "group"):
+        pq.write_table(table.drop_columns([name]), bad)
+        refused(run, f"column '{name}' is missing", *fit(policy, bad))
+    index = table.schema.get_field_index("reward")
+    pq.write_table(table.set_column(index, "reward", pa.array(["good"] * len(table))), bad)
+    refused(run, "column 'reward' has type string, expected float", *fit(policy, bad))
+    pq.write_table(table.slice(0, 0), bad)
+    refused(run, "holds no trajectory", *fit(policy, bad))
+    bad.write_bytes(data.read_bytes()[:-100])
+    refused(run, "no readable Parquet file", *fit(policy, bad))
+    bad.write_text('{"prompt": "1"}')
+    refused(run, "no readable Parquet file", *fit(policy, bad))
+    pq.write_table(table.replace_schema_metadata({"topr": '{"schema": 9}'}), bad)
+    refused(run, "schema 9", *fit(policy, bad))
+
+
+def test_tokenizer_that_does_not_match(run, good, tmp_path):
+    policy, data = good
+    other = shutil.copytree(policy, tmp_path / "other")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["x"])
+    tokenizer.save_pretrained(other)
+    refused(run, "another tokenizer", *fit(other, data))
+
+
+def test_log_probs_that_do_not_match_the_policy_that_claims_them(run, good, tmp_path):
+    policy, _ = good
+    wrong = write(tmp_path / "wrong.parquet", policy, make_trajectories(policy, shift=0.5))
+    sentence = refused(run, "score the responses again", *fit(policy, wrong))
+    assert "worst: row" in sentence
+    honest = write(
+        tmp_path / "honest.parquet", policy, make_trajectories(policy, shift=0.5), policy="another", task="t"
+    )
+    code, out, err = run(train.main, *fit(policy, honest, "--trainer.enable_progress_bar=false"))
+    assert code == 0 and policy_fingerprint(str(policy)) != "another"
+
+
+def test_rewards_of_one_sign(run, good, tmp_path):
+    policy, _ = good
+    trajectories = make_trajectories(policy)
+    for trajectory in trajectories:
+        trajectory.reward = 1.0
+    ones = write(tmp_path / "ones.parquet", policy, trajectories)
+    refused(run, "every reward is 1", *fit(policy, ones, f"{LOSS}.positive_share=0.2"))
+    with pytest.warns(UserWarning, match="only positives are learned"):
+        code, out, err = run(train.main, *fit(policy, ones, "--trainer.enable_progress_bar=false"))
+    assert code == 0, err
+    for trajectory in trajectories:
+        trajectory.reward = -1.0
+    minus = write(tmp_path / "minus.parquet", policy, trajectories)
+    overlay = ROOT / "configs" / "loss" / "positives_only.yaml"
+    refused(run, "no trajectory has a gradient", *fit(policy, minus, "--config", overlay))
+
+
+def test_predict_refuses_what_it_would_mix_up(run, good, tmp_path):
+    policy, data = good
+    problems = f"--data.problems={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}"
+    predict = ["predict", *CONFIG, f"--model.policy={policy}", problems]
+    refused(run, "data.out is not set", *predict)
+    (tmp_path / "out").mkdir()
+    shutil.copy(data, tmp_path / "out" / "old.parquet")
+    refused(run, "already holds trajectories", *predict, "--data.out=out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "nowhere", "--benchmark", "arithmetic"], "neither a folder nor a model"),
+        (["--policy", "POLICY", "--benchmark", "algebra"], "'algebra' is unknown"),
+        (["--policy", "POLICY", "--benchmark", "arithmetic=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--policy", "POLICY", "--benchmark", "arithmetic", "--samples", "0"], "--samples is 0"),
+        (["--policy", "POLICY", "--benchmark", "arithmetic", "--temperature", "-1"], "temperature"),
+    ],
+)
+def test_evaluate_refuses(run, good, arguments, words):
+    here = {"POLICY": good[0], "arithmetic": f"arithmetic={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}"}
+    arguments = [here.get(argument, argument) for argument in arguments]
+    refused(run, words, *arguments, main=evaluate.main)
+
+
+def test_ratios_that_stay_one_are_warned_about(run, good):
+    with pytest.warns(UserWarning, match="still 1 after the first update"):
+        code, _, err = run(
+            train.main, *fit(*good, "--data.batch_size=8", "--model.optimizer.init_args.lr=0"),
+            "--trainer.enable_progress_bar=false",
+        )  # fmt: skip
+    assert code == 0, err
+
+
+def test_ratios_that_move_are_not_warned_about(run, good, recwarn):
+    code, _, err = run(train.main, *fit(*good, "--data.batch_size=8"), "--trainer.enable_progress_bar=false")
+    assert code == 0, err
+    assert not [str(w.message) for w in recwarn if "ratio" in str(w.message)]

@@ -1,0 +1,44 @@
+"""Imports go down the layers or sideways, never up and never in a circle."""
+
+import ast
+from graphlib import TopologicalSorter
+
+from conftest import ROOT
+
+LAYERS = [
+    {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
+    {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "sampling", "evaluation"},
+    {"monitor", "module"},
+]
+
+
+def imports() -> dict[str, set[str]]:
+    """The project's modules that each of them imports anywhere, those inside functions included."""
+    modules = {}
+    for path in (ROOT / "topr").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT / "topr").with_suffix("").parts).removesuffix(".__init__")
+        if name == "__init__":
+            continue
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("topr."):
+                found.add(node.module.removeprefix("topr."))
+        modules[name] = found
+    return modules
+
+
+def test_every_module_has_a_layer():
+    assert set(imports()) == set().union(*LAYERS)
+
+
+def test_imports_go_down():
+    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
+    upward = [(name, used) for name, found in imports().items() for used in found if layer[used] > layer[name]]
+    # the two commands that make data run the pipeline above them, inside a function
+    assert set(upward) <= set()
+
+
+def test_imports_make_no_circle():
+    graph = imports()
+    graph["trajectories"] -= {"importing"}  # the command at its end, inside a function
+    list(TopologicalSorter(graph).static_order())

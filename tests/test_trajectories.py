@@ -1,0 +1,147 @@
+"""The trajectory file: round trip, atomic writes, metadata, import."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import make_policy, make_trajectories, write
+
+from topr.io import InputError, atomic
+from topr.policy import load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.trajectories import (
+    SCHEMA,
+    Trajectory,
+    main,
+    read_metadata,
+    read_trajectories,
+    resolve_files,
+    validate,
+    write_trajectories,
+)
+
+
+def test_round_trip(tmp_path, policy):
+    rows = make_trajectories(policy)
+    rows[3].valid, rows[3].answer, rows[3].gold = True, "7", "8"
+    metadata = {"task": "t", "sampling": {"top_k": 0}, "iteration": 2}
+    path = write(tmp_path / "a.parquet", policy, rows, **metadata)
+    assert read_trajectories(path) == [
+        Trajectory(**{**vars(row), "ref_logprobs": np.float32(row.ref_logprobs).tolist()}) for row in rows
+    ]
+    assert pq.read_schema(path).remove_metadata() == SCHEMA
+    found = read_metadata(path)
+    assert found["schema"] == 1 and {key: found[key] for key in metadata} == metadata
+    assert found["policy"] == policy_fingerprint(str(policy))
+    validate(path, 20, 64)
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, policy):
+    rows = make_trajectories(policy)
+    path = write(tmp_path / "a.parquet", policy, rows)
+    before = path.read_bytes()
+
+    def broken():
+        yield rows[0]
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError):
+        write_trajectories(path, broken(), {})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(RuntimeError), atomic(tmp_path / "folder") as folder:
+        folder.mkdir()
+        (folder / "part").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_found_by_path_glob_and_list(tmp_path, policy):
+    rows = make_trajectories(policy)
+    a, b, c = (str(write(tmp_path / f"{name}.parquet", policy, rows)) for name in "abc")
+    assert resolve_files(a) == [a]
+    assert resolve_files(str(tmp_path / "*.parquet")) == [a, b, c]
+    assert resolve_files([b, str(tmp_path / "[a]*")]) == [b, a]
+    for missing in (str(tmp_path / "x*"), "nowhere.parquet", "some-organisation/some-data"):
+        with pytest.raises(InputError, match="is no file, glob or hub data set"):
+            resolve_files(missing)
+
+
+def test_fingerprints_tell_policies_and_tokenizers_apart(tmp_path, policy):
+    other = make_policy(tmp_path / "other", seed=1)
+    assert policy_fingerprint(str(policy)) != policy_fingerprint(str(other))
+    assert policy_fingerprint(str(policy)) == policy_fingerprint(str(make_policy(tmp_path / "same")))
+    tokenizer = load_tokenizer(str(policy))
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["1", "1+1"], padding=True, truncation=True, max_length=2)  # leaves its mark on the fast tokenizer
+    assert tokenizer_fingerprint(tokenizer) == before
+    tokenizer.add_tokens(["x"])
+    assert tokenizer_fingerprint(tokenizer) != before
+
+
+def test_fingerprint_survives_another_layout_and_dtype(tmp_path, policy):
+    import torch
+
+    model = load_policy(str(policy)).bfloat16()
+    model.save_pretrained(tmp_path / "half")
+    model.float().save_pretrained(tmp_path / "wide", max_shard_size="4KB")
+    assert len(list((tmp_path / "wide").glob("*.safetensors"))) > 1
+    assert policy_fingerprint(str(tmp_path / "half")) == policy_fingerprint(str(tmp_path / "wide"))
+    with torch.no_grad():
+        next(model.parameters())[-1, -1] += 1
+    model.save_pretrained(tmp_path / "moved")
+    assert policy_fingerprint(str(tmp_path / "moved")) != policy_fingerprint(str(tmp_path / "wide"))
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_import_tokenises_scores_and_reports(run, tmp_path, policy):
+    rows = [
+        {"prompt": "1+2>", "response": "1+2=3;#3", "reward": True, "gold": "3"},
+        {"prompt": "1+2>", "response": "#4", "reward": False},
+        {"prompt": "2*2>", "response": "2*2=", "reward": 0.25, "finished": False, "group": "mine", "prompt_id": 7},
+    ]
+    code, out, err = run(main, "import", jsonl(tmp_path / "a.jsonl", rows), "--policy", policy, "--out", "o/a.parquet")
+    assert (code, err) == (0, "")
+    assert "3 of 2 prompts" in out and "p = 0.667" in out
+    first, second, third = read_trajectories(tmp_path / "o" / "a.parquet")
+    tokenizer, end = load_tokenizer(str(policy)), 1
+    assert first.prompt_ids == tokenizer("1+2>")["input_ids"]
+    assert first.response_ids == [*tokenizer("1+2=3;#3")["input_ids"], end]  # a finished response trains its end token
+    assert third.response_ids == tokenizer("2*2=")["input_ids"]  # a cut one gets none
+    assert [t.reward for t in (first, second, third)] == [1, -1, 0.25]
+    assert (first.prompt_id, second.prompt_id, third.prompt_id, third.group) == ("0", "0", "7", "mine")
+    assert first.gold == "3" and second.gold is None
+    model = load_policy(str(policy))
+    for t in (first, second, third):
+        import torch
+
+        ids = torch.tensor([t.prompt_ids + t.response_ids])
+        log_probs = model(ids).logits[0].log_softmax(-1)
+        start = len(t.prompt_ids) - 1
+        expected = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
+        np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-5)
+    assert read_metadata(tmp_path / "o" / "a.parquet")["policy"] == policy_fingerprint(str(policy))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[1]", "line 2: expected a JSON object"),
+        ('{"prompt": "1", "response": "2"}', "'reward'"),
+        ('{"prompt": 1, "response": "2", "reward": 1}', "'prompt' must hold str"),
+        ('{"prompt": "1", "response": "2", "reward": NaN}', "not finite"),
+        ('{"prompt": "1", "response": "", "reward": 1, "finished": false}', "empty"),
+        ('{"prompt": "", "response": "1", "reward": 1}', "empty"),
+        ('{"prompt": "1", "response": "%s", "reward": 1}' % ("1" * 100), "context"),
+        ('{"prompt": "1", "response": "2", "reward": 1, "finished": "no"}', "'finished'"),
+    ],
+)
+def test_import_refuses_bad_lines(run, tmp_path, policy, line, words):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "response": "2", "reward": 1}\n' + line + "\n")
+    code, out, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet")
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}

@@ -1,0 +1,135 @@
+"""One update through the command line, against the paper's equation in float64, however the batch is cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_policy, make_trajectories, write
+from safetensors.torch import load_file
+
+import train
+from topr.policy import load_policy
+
+LIMITS = {  # Table 1
+    "topr": (1, 1, 0, 1),
+    "reinforce": (1, 1, 1, 1),
+    "positives_only": (1, 1, 0, 0),
+    "is": (0, math.exp(20), 0, math.exp(20)),
+    "tis": (0, 1, 0, 1),
+}
+QUIET = [
+    "--data.val=null", "--data.test=null",
+    "--trainer.enable_progress_bar=false", "--trainer.logger.init_args.save_dir=runs",
+]  # fmt: skip
+
+
+def fit(run, policy, data, *arguments):
+    """`train.py fit` with the shipped config on the test's own files; returns the version folder."""
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml"]
+    files = [f"--model.policy={policy}", f"--data.train={data}"]
+    code, out, err = run(train.main, "fit", *config, *QUIET, *files, *arguments)
+    assert code == 0, err
+    return max((path for path in (run.folder / "runs" / "arithmetic").iterdir()), key=lambda p: p.stat().st_mtime)
+
+
+def movement(before, folder) -> dict[str, torch.Tensor]:
+    old, new = load_file(before / "model.safetensors"), load_file(folder / "policy" / "model.safetensors")
+    return {name: new[name].double() - old[name].double() for name in old}
+
+
+def expected_gradient(policy, trajectories, limits) -> dict[str, torch.Tensor]:
+    """Sum over trajectories of A [pi/mu]_a^b grad log pi / T / B: the paper's equation, one forward each, float64."""
+    model = load_policy(str(policy)).double()
+    a_plus, b_plus, a_minus, b_minus = limits
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for t in trajectories:
+        ids = torch.tensor([t.prompt_ids + t.response_ids])
+        log_probs = model(ids).logits[0].log_softmax(-1)
+        start = len(t.prompt_ids) - 1
+        log_pi = sum(log_probs[start + i, token] for i, token in enumerate(t.response_ids))
+        ratio = math.exp(log_pi.item() - np.float32(t.ref_logprobs).sum(dtype=np.float64))
+        low, high = (a_plus, b_plus) if t.reward >= 0 else (a_minus, b_minus)
+        factor = t.reward * min(max(ratio, low), high) / len(t.response_ids) / len(trajectories)
+        for (name, _), gradient in zip(
+            model.named_parameters(), torch.autograd.grad(log_pi, list(model.parameters())), strict=True
+        ):
+            total[name] += factor * gradient
+    return total
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory):
+    """A policy, and trajectories whose log mu is shifted so that ratios lie on both sides of every limit."""
+    folder = tmp_path_factory.mktemp("shifted")
+    policy = make_policy(folder / "base")
+    trajectories = make_trajectories(policy, shift=2.0)
+    return policy, write(folder / "train.parquet", policy, trajectories, policy="another"), trajectories
+
+
+@pytest.mark.parametrize("microbatch_tokens", [10_000, 50])
+@pytest.mark.parametrize("loss", LIMITS)
+def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, microbatch_tokens):
+    policy, data, trajectories = shifted
+    lr = 8.0
+    folder = fit(
+        run, policy, data, "--config", ROOT / "configs" / "loss" / f"{loss}.yaml", "--model.optimizer=torch.optim.SGD",
+        f"--model.optimizer.init_args.lr={lr}", "--trainer.gradient_clip_val=null",
+        f"--data.microbatch_tokens={microbatch_tokens}",
+    )  # fmt: skip
+    expected = expected_gradient(policy, trajectories, LIMITS[loss])
+    for name, moved in movement(policy, folder).items():
+        error = (moved - lr * expected[name]).norm() / (lr * expected[name]).norm()
+        assert error <= 1e-5, (name, error)
+
+
+def test_micro_batches_padding_and_workers_do_not_change_the_update(run, shifted):
+    policy, data, _ = shifted
+    results = []
+    for arguments in (
+        [],
+        ["--data.microbatch_tokens=60"],
+        ["--data.microbatch_tokens=23"],
+        ["--data.microbatch_tokens=60", "--data.num_workers=2"],
+    ):
+        arguments += ["--data.batch_size=9", "--trainer.max_epochs=2", "--trainer.val_check_interval=1.0"]
+        folder = fit(run, policy, data, "--model.optimizer.init_args.lr=3.0e-4", *arguments)
+        results.append(load_file(folder / "policy" / "model.safetensors"))
+    for other in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+    assert all(torch.equal(results[1][name], results[3][name]) for name in results[1])  # workers: to the bit
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("microbatch_tokens", [10_000, 40])
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epochs, microbatch_tokens):
+    policy, data, _ = shifted
+    common = [
+        "--data.batch_size=4", f"--trainer.max_epochs={epochs}", f"--data.microbatch_tokens={microbatch_tokens}",
+        "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
+        "--trainer.callbacks.init_args.every_n_train_steps=1",
+    ]  # fmt: skip
+    whole = fit(run, policy, data, *common)
+    for stop in {1: (4,), 2: (2, 6, 9)}[epochs]:
+        name = f"--trainer.logger.init_args.name=arithmetic/stop{stop}"
+        config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET, name, "--ckpt_path=last"]
+        files = [f"--model.policy={policy}", f"--data.train={data}"]
+        for limit in (stop, -1):
+            code, out, err = run(train.main, "fit", *config, *files, *common, f"--trainer.max_steps={limit}")
+            assert code == 0, err
+            assert ("starting afresh" in out) == (limit == stop)
+        (folder,) = (run.folder / "runs" / "arithmetic" / f"stop{stop}").iterdir()  # the same version_N
+        assert folder.name == "version_0"
+        one, other = (load_file(path / "policy" / "model.safetensors") for path in (whole, folder))
+        assert all(torch.equal(one[key], other[key]) for key in one), stop
+
+
+def test_gradient_clipping_bounds_the_update(run, shifted):
+    policy, data, trajectories = shifted
+    folder = fit(
+        run, policy, data, "--model.optimizer=torch.optim.SGD", "--model.optimizer.init_args.lr=8.0",
+        "--trainer.gradient_clip_val=0.01",
+    )  # fmt: skip
+    moved = torch.cat([value.flatten() for value in movement(policy, folder).values()])
+    assert moved.norm() == pytest.approx(8.0 * 0.01, rel=1e-3)

@@ -1,0 +1,190 @@
+"""What training logs: statistics of the loss, gradient, speed; and the check of log mu before the first update."""
+
+import resource
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from topr.datamodule import MicroBatch
+from topr.io import InputError
+from topr.logprobs import Tokens
+from topr.losses import LossOutput, sum_tokens
+from topr.metrics import training_statistics
+from topr.policy import policy_fingerprint
+
+MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
+MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
+COLUMNS = ["real", "trajectory", "reward", "advantage", "length", "loss", "objective", "log_ratio", "weight"]
+COLUMNS += ["truncated", "gradient"]
+
+
+class Monitor:
+    """Collects what the micro-batches of one optimiser step say of each trajectory, and logs it for the global batch.
+
+    Args:
+        module: the `PolicyModule` that is trained.
+    """
+
+    def __init__(self, module: LightningModule):
+        self.module, self.speed = module, Throughput(module.policy)
+        self.rows: list[Tensor] = []
+
+    def collect(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
+        """Keep a micro-batch's values until its backward has run."""
+        given = batch.weight_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
+        self.rows.append(torch.stack([column.detach().double() for column in (*given, *output)]))
+        hidden_ND.retain_grad()
+        self.pending = hidden_ND, batch.tokens
+
+    def after_backward(self) -> None:
+        """Split the squared gradient by trajectory, exactly: each hidden state belongs to one."""
+        hidden_ND, tokens = self.pending
+        gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), tokens.length_B)
+        self.rows[-1] = torch.cat((self.rows[-1], gradient_B.double()[None]))
+        self.speed.count(tokens)
+        del self.pending
+
+    def before_step(self, step: int) -> None:
+        """Check the first two batches; log every `log_every_n_steps`.
+
+        Raises:
+            InputError: the data claims to come from this policy and its log mu does not fit.
+        """
+        local, self.rows = torch.cat(self.rows, dim=1).cpu().numpy(), []
+        trainer = self.module.trainer
+        if step > 1 and (step + 1) % trainer.log_every_n_steps:
+            return
+        values = np.concatenate(gather(local), axis=1)
+        rows = dict(zip(COLUMNS, values[:, values[0] > 0], strict=True))  # without fillers
+        if step == 0:
+            self._check_start(rows)
+        elif step == 1 and np.abs(rows["log_ratio"]).max() < 1e-5:
+            warnings.warn(
+                "every ratio pi/mu is still 1 after the first update: the learning rate is 0, the update vanishes in "
+                "the precision of the weights, or ref_logprobs are not those of the policy that sampled",
+                stacklevel=1,
+            )
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded parameters
+        statistics = training_statistics(rows) | {"gradient/norm": norm} | self.speed.read(trainer.world_size)
+        self.module.log_dict(statistics, rank_zero_only=True)
+        self.module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
+        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
+            for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
+                if chosen.any():
+                    trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+
+    def _check_start(self, rows: dict[str, np.ndarray]) -> None:
+        """Before the first update log pi must equal log mu, if the data came from this very policy."""
+        size, data, policy = np.abs(rows["log_ratio"]), self.module.trainer.datamodule, self.module.policy_path
+        self.module.summary["max_abs_log_ratio_at_start"] = float(size.max())
+        if not data.from_policy(policy_fingerprint(policy)):
+            low, middle, high = np.quantile(rows["log_ratio"], [0, 0.5, 1])
+            rank_zero_info(
+                "The trajectories name another policy, or none, as the one that sampled them. Log-ratios of the first "
+                f"batch: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
+            )
+            return
+        exact = self.module.trainer.precision == "32-true" and {m["precision"] for m in data.metadata} == {"32-true"}
+        found = size.max() if exact else np.median(size / rows["length"])
+        bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
+        if not found <= bound:
+            raise InputError(
+                f"data.train says that policy {policy!r} sampled it, but before the first update "
+                f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
+                f"{found:.3g}, expected at most {bound} (worst: row {rows['trajectory'][size.argmax()]:.0f}); "
+                "score the responses again with this policy"
+            )
+
+
+class Throughput:
+    """Counts the training batches of this rank; `read` reports those since the last reading.
+
+    FLOPs of a trajectory: 6 x (parameters without embeddings) x tokens, 6 x vocabulary x hidden x response tokens, and
+    6 x layers x hidden x tokens^2 of causal attention.
+
+    Args:
+        model: the policy.
+    """
+
+    def __init__(self, model: nn.Module):
+        config = model.config.get_text_config()
+        tables = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+        self.body = sum(p.numel() for p in model.parameters()) - sum(tables.values())
+        self.projection = model.get_output_embeddings().weight.numel()
+        self.attention = config.num_hidden_layers * config.hidden_size
+        self.device = next(model.parameters()).device
+        self.peak = _peak_flops(self.device)
+        self.all_tokens, self.all_seconds = 0, 0.0
+        self._reset()
+        self.start()
+
+    def _reset(self) -> None:
+        self.tokens = self.slots = self.flops = 0
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """Start the clock; it runs from batch to batch, the wait for data included."""
+        self.began = time.perf_counter()
+
+    def count(self, tokens: Tokens) -> None:
+        """A training batch has gone through."""
+        seconds = time.perf_counter() - self.began
+        rows, columns = tokens.input_ids_BL.shape
+        self.tokens, self.slots = self.tokens + tokens.real, self.slots + rows * columns
+        # length buckets: every trajectory is about as long as its batch is wide
+        per_token = self.body + self.attention * columns
+        self.flops += 6 * (per_token * tokens.real + self.projection * len(tokens.target_N))
+        self.seconds += seconds
+        self.all_tokens, self.all_seconds = self.all_tokens + tokens.real, self.all_seconds + seconds
+        self.start()
+
+    def rate(self, ranks: int) -> float:
+        """Tokens per second of the whole run."""
+        return ranks * self.all_tokens / max(self.all_seconds, 1e-9)
+
+    def read(self, ranks: int) -> dict[str, float]:
+        """The metrics since the last reading."""
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        seconds = max(self.seconds, 1e-9)
+        metrics = {
+            "speed/tokens_per_s": ranks * self.tokens / seconds,
+            "speed/utilisation": self.flops / seconds / self.peak,
+            "speed/padding_share": 1 - self.tokens / max(self.slots, 1),
+            "speed/peak_memory_gb": memory / 1e9,
+        }
+        self._reset()
+        return metrics
+
+
+def _peak_flops(device: torch.device) -> float:
+    """FLOP/s of the device: its data sheet's in the current precision, or a measured matrix product's."""
+    if device.type == "cuda":
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+        if known := get_available_flops(device, dtype):
+            return float(known)
+    matrix, best = torch.ones(1024, 1024, device=device), float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # reading a value waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * 1024**3 / best
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
