@@ -17,10 +17,17 @@ from topr.module import PolicyModule
 
 
 class Parser(LightningArgumentParser):
-    """Says what is wrong with the configuration, without the usage of every key."""
+    """Says what is wrong with the configuration in one sentence, and takes no key by its first letters."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise InputError(re.sub(r"\s+", " ", str(message)).strip()) from ex
+        hint = " (python train.py fit --help lists every key)"
+        sentence = re.sub(r"\s+", " ", str(message)).replace(hint, "")  # an inner parser may have hinted already
+        sentence = re.sub(r"Does not validate against any of .*? Errors: - (.*?) - .*", r"\1", sentence)
+        sentence = re.sub(r"- Expected a path but .*? - |Parser key |<class '(\w+)'>", r"\1", sentence).strip()
+        raise InputError(sentence + hint) from ex
 
 
 class CLI(LightningCLI):
@@ -93,6 +100,7 @@ def main() -> None:
                 "max_epochs": 1,
                 "gradient_clip_val": 1.0,
                 "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
                     "init_args": {"save_dir": "runs", "name": "policy"},

@@ -180,7 +180,7 @@ class TrajectoryDataModule(LightningDataModule):
             f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {response_tokens} response tokens, "
             f"mean reward {self.reward.mean():.3f}\n"
             f"{(self.advantage >= 0).mean():.1%} positive, effective share {advantage_share(self.advantage):.1%} at "
-            f"baseline {baseline:.3g}; {steps} updates an epoch, {self.microbatches} micro-batches each"
+            f"baseline {baseline:.3g}; {steps} updates an epoch, {self.microbatches} micro-batch(es) each"
         )
 
     def train_dataloader(self) -> "_TrainLoader":

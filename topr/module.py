@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from topr.datamodule import MicroBatch
@@ -110,7 +109,7 @@ class PolicyModule(LightningModule):
         if self.trainer.is_global_zero:
             with atomic(folder / "summary.json") as path:
                 path.write_text(json.dumps(self.summary, indent=2) + "\n")
-        rank_zero_info(self._closing(folder))
+        self.print(self._closing(folder))
 
     def _closing(self, folder: Path) -> str:
         lines = [f"Policy and summary.json are in {folder}."]
@@ -175,6 +174,13 @@ class PolicyModule(LightningModule):
         }
         name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
         write_trajectories(Path(data.out) / name, trajectories, metadata)
+        self._written += len(trajectories)
+
+    def on_predict_start(self) -> None:
+        self._written = 0
+
+    def on_predict_end(self) -> None:
+        self.print(f"Wrote {sum(gather(self._written))} trajectories under {self.trainer.datamodule.out}.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["summary"] = self.summary

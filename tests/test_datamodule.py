@@ -1,0 +1,105 @@
+"""The same global batches for any number of ranks, workers and micro-batches, from mapped files."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import make_policy, make_trajectories, write
+
+from topr.datamodule import TrajectoryDataModule
+from topr.losses import TOPR
+
+
+class PairLoss(TOPR):
+    grouping = "pair"
+
+
+class GroupLoss(TOPR):
+    grouping = "group"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    policy = make_policy(folder / "base")
+    first, second = make_trajectories(policy, 61), make_trajectories(policy, 40, seed=1)
+    for trajectory in second:
+        trajectory.group = f"second-{trajectory.group}"
+    return (
+        policy,
+        [str(write(folder / f"{i}.parquet", policy, rows)) for i, rows in enumerate((first, second))],
+        (first + second),
+    )
+
+
+def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1):
+    """A data module as a trainer would set it up on one of several ranks."""
+    data = TrajectoryDataModule(train=files[1], batch_size=12, microbatch_tokens=tokens, num_workers=workers, seed=3)
+    data.trainer = SimpleNamespace(
+        world_size=ranks,
+        global_rank=rank,
+        current_epoch=0,
+        max_epochs=epochs,
+        max_steps=-1,
+        accumulate_grad_batches=1,
+        state=SimpleNamespace(fn="fit"),
+        lightning_module=SimpleNamespace(policy_path=str(files[0]), loss=loss),
+    )
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("loss", [TOPR(), GroupLoss(), PairLoss()])
+@pytest.mark.parametrize(("ranks", "tokens", "workers"), [(1, 16384, 0), (1, 60, 0), (3, 60, 0), (5, 16384, 2)])
+def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(files, loss, ranks, tokens, workers):
+    expected = [sorted(batch) for batch in module(files, loss).plan(0)]
+    data = [module(files, loss, rank=r, ranks=ranks, tokens=tokens, workers=workers) for r in range(ranks)]
+    streams = [list(one.train_dataloader()) for one in data]
+    count = data[0].microbatches
+    assert {len(stream) for stream in streams} == {len(expected) * count}  # every rank runs equally many forwards
+    assert data[0].trainer.accumulate_grad_batches == count
+    for step, batch in enumerate(expected):
+        parts = [part for stream in streams for part in stream[step * count : (step + 1) * count]]
+        real = [row for part in parts for row, w in zip(part.trajectory_B.tolist(), part.weight_B, strict=True) if w]
+        assert sorted(real) == batch
+        assert {float(part.divisor) for part in parts} == {len(batch) / data[0].unit}
+        for part in parts:
+            assert part.tokens.input_ids_BL.numel() <= tokens
+            if data[0].unit == 2:  # a positive and its negative share a micro-batch
+                signs = (part.advantage_B >= 0).reshape(-1, 2)
+                assert signs[:, 0].all() and not signs[:, 1].any()
+
+
+def test_micro_batches_carry_what_the_file_says(files):
+    trajectories = files[2]
+    for part in module(files, TOPR(baseline=0.25), tokens=60).train_dataloader():
+        rows = [trajectories[i] for i in part.trajectory_B.tolist()]
+        assert part.tokens.target_N.tolist() == [token for t in rows for token in t.response_ids]
+        np.testing.assert_array_equal(part.ref_log_probs_N, np.float32([x for t in rows for x in t.ref_logprobs]))
+        assert part.reward_B.tolist() == [t.reward for t in rows]
+        assert part.advantage_B.tolist() == [t.reward - 0.25 for t in rows]
+        for ids, t in zip(part.tokens.input_ids_BL.tolist(), rows, strict=True):
+            real = t.prompt_ids + t.response_ids
+            assert ids == real + [0] * (len(ids) - len(real))
+
+
+def test_loader_resumes_at_a_global_batch(files):
+    whole = [part.trajectory_B.tolist() for part in module(files, TOPR(), tokens=60).train_dataloader()]
+    data = module(files, TOPR(), tokens=60)
+    loader, seen = data.train_dataloader(), []
+    for part in loader:
+        seen.append(part.trajectory_B.tolist())
+        if len(seen) == 2 * data.microbatches:
+            break
+    state = loader.state_dict()
+    again = module(files, TOPR(), tokens=60).train_dataloader()
+    again.load_state_dict(state)
+    assert seen + [part.trajectory_B.tolist() for part in again] == whole
+    assert [part.trajectory_B.tolist() for part in again] == whole  # the next epoch starts at its beginning
+
+
+def test_files_stay_mapped(files):
+    data = module(files, TOPR())
+    assert data.rows.cache_files  # on disk, in datasets' Arrow cache
+    assert set(data.rows.column_names) == {"prompt_ids", "response_ids", "ref_logprobs", "reward", "group"}

@@ -1,0 +1,143 @@
+"""The commands end to end on a tiny policy: fit, validate, test, predict, evaluate, and what they write."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_policy, make_trajectories, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate
+import train
+from topr.policy import load_policy, policy_fingerprint
+from topr.tasks import Arithmetic
+from topr.trajectories import read_metadata, read_trajectories
+
+CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml"]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.fixture
+def setting(tmp_path):
+    policy = make_policy(tmp_path / "base", scale=0.5)
+    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(5)))
+    files = [f"--model.policy={policy}", f"--data.train={data}"]
+    files += [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
+    return policy, [*CONFIG, *files, "--data.samples=3", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_shipped_config_is_parsed_by_its_door(run, config):
+    code, out, err = run(train.main, "fit", *CONFIG, "--config", config, "--print_config")
+    assert code == 0, err
+    assert "class_path: topr.losses." in out
+
+
+def test_loss_overlays_write_every_argument():
+    import inspect
+
+    import yaml
+
+    from topr import losses
+
+    overlays = sorted((ROOT / "configs" / "loss").glob("*.yaml"))
+    assert len(overlays) == 5
+    for path in overlays:
+        loss = yaml.safe_load(path.read_text())["model"]["loss"]
+        kind = getattr(losses, loss["class_path"].removeprefix("topr.losses."))
+        assert set(loss["init_args"]) == set(inspect.signature(kind).parameters)
+
+
+def test_fit_writes_policy_summary_and_events(run, setting):
+    policy, arguments = setting
+    code, out, err = run(
+        train.main, "fit", *arguments, "--data.batch_size=8", "--trainer.val_check_interval=0.5",
+        "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
+        "--trainer.callbacks.init_args.every_n_train_steps=1")  # fmt: skip
+    assert code == 0, err
+    folder = run.folder / "runs" / "arithmetic" / "version_0"
+    assert {"policy", "summary.json", "checkpoints", "config.yaml"} <= {path.name for path in folder.iterdir()}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"before", "after", "steps", "trajectories", "tokens_per_s", "max_abs_log_ratio_at_start"} <= set(summary)
+    for when in ("before", "after"):
+        assert {"pass@1", "pass@3", "maj@3", "invalid", "problems", "samples"} <= set(summary[when])
+        assert (summary[when]["problems"], summary[when]["samples"]) == (5, 3)
+    assert (summary["steps"], summary["trajectories"]) == (3, 23)
+    assert summary["max_abs_log_ratio_at_start"] < 1e-4
+
+    exported = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
+    weights = torch.load(next((folder / "checkpoints").glob("*.ckpt")), weights_only=True)["state_dict"]
+    trained = load_policy(str(policy))
+    trained.load_state_dict({name.removeprefix("policy."): value for name, value in weights.items()})
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(exported(ids).logits, trained.eval()(ids).logits)
+    assert not torch.equal(exported(ids).logits, load_policy(str(policy))(ids).logits)
+    assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0}).Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {
+        "train/loss", "train/objective", "train/reward", "train/positive_share", "train/effective_positive_share",
+        "log_ratio/positives_mean", "log_ratio/positives_min", "log_ratio/positives_max", "log_ratio/negatives_mean",
+        "weight/negatives_below_0.01", "weight/negatives_truncated", "weight/effective_sample_size", "gradient/norm",
+        "gradient/positive_share", "drift/positives", "drift/negatives", "speed/tokens_per_s", "speed/utilisation",
+        "speed/peak_memory_gb", "speed/padding_share", "val/pass@1", "val/pass@1_low", "val/maj@4", "val/invalid",
+    } <= scalars  # fmt: skip
+    assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
+    assert all(math.isfinite(event.value) for name in scalars for event in events.Scalars(name))
+    assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
+    assert any("samples" in tag for tag in events.Tags()["tensors"])
+    glossary = (ROOT / "README.md").read_text()
+    for tag in scalars - {"epoch"}:
+        assert f"`{tag.replace('@4', '@k').removesuffix('_low').removesuffix('_high')}`" in glossary, tag
+
+
+def test_validate_and_test_print_their_figures(run, setting):
+    _, arguments = setting
+    for command, metric in (("validate", "val/pass@1"), ("test", "test/pass@1")):
+        code, out, err = run(train.main, command, *arguments)
+        assert code == 0, err
+        assert metric in out
+
+
+def test_predicted_trajectories_are_trained_on_by_the_policy_that_sampled_them(run, setting):
+    policy, arguments = setting
+    code, out, err = run(train.main, "predict", *arguments, "--data.out=sampled")
+    assert code == 0, err
+    (file,) = (run.folder / "sampled").glob("*.parquet")
+    assert "15 trajectories" in out
+    trajectories, metadata = read_trajectories(file), read_metadata(file)
+    assert len(trajectories) == 15 and len({t.prompt_id for t in trajectories}) == 5
+    assert metadata["policy"] == policy_fingerprint(str(policy)) and metadata["sampling"]["samples"] == 3
+    for t in trajectories:
+        assert t.reward == (Arithmetic().grade(t.response, t.gold).reward if t.finished else -1)
+    trajectories[0].reward = 1.0
+    write(file, policy, trajectories)
+    code, out, err = run(train.main, "fit", *arguments, "--data.train=sampled/*.parquet")
+    assert code == 0, err  # the check of log mu before the first update has passed
+
+
+def test_evaluate_writes_results_with_intervals(run, setting):
+    policy, _ = setting
+    problems = run.folder / "problems.jsonl"
+    arguments = ["--benchmark", f"arithmetic={problems}", "--samples", 4, "--out", "results"]
+    code, out, err = run(evaluate.main, "--policy", policy, *arguments)
+    assert code == 0, err
+    results = json.loads((run.folder / "results" / "results.json").read_text())
+    row = results[str(policy)]["arithmetic"]
+    assert (row["problems"], row["samples"]) == (5, 4)
+    trajectories = read_trajectories(run.folder / "results" / "responses.parquet")
+    assert len(trajectories) == 20
+    mean = np.mean([t.reward > 0 for t in trajectories])
+    assert row["pass@1"]["mean"] == pytest.approx(mean)
+    assert row["invalid"]["mean"] == pytest.approx(np.mean([not t.valid for t in trajectories]))
+    for metric in ("pass@1", "pass@4", "maj@4", "invalid"):
+        low, high = row[metric]["interval"]
+        assert 0 <= low <= row[metric]["mean"] <= high <= 1
+    assert "pass@1" in (run.folder / "results" / "results.md").read_text()
+    assert all(len(t.ref_logprobs) == len(t.response_ids) for t in trajectories)
