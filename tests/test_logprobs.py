@@ -100,24 +100,25 @@ def test_score_keeps_the_order_and_equals_the_training_forward(policy):
 
 
 @pytest.mark.parametrize("unit", [1, 2])
-@pytest.mark.parametrize("parts", [None, 3, 5, 40])
-def test_partition_covers_everything_within_the_bound(unit, parts):
+def test_partition_covers_everything_within_the_bound(unit):
     rng = np.random.default_rng(0)
-    for _ in range(50):
+    for _ in range(100):
         length = rng.integers(1, 60, unit * rng.integers(1, 16))
         bound = int(max(unit * length.max(), 200))
-        least = len(partition(length, bound, unit=unit))
-        runs = partition(length, bound, parts and max(parts, least), unit)
+        runs = partition(length, bound, unit=unit)
         assert sorted(np.concatenate(runs)) == list(range(len(length)))
-        assert all(len(run) * length[run].max() <= bound for run in runs if len(run))
-        assert len(runs) == (max(parts, least) if parts else least)
+        assert all(len(run) * length[run].max() <= bound for run in runs)
         for run in runs:  # units stay whole
             assert np.array_equal(run // unit, np.repeat(run[::unit] // unit, unit))
+        for parts in (len(runs), len(runs) + 1, 40):  # at least as many as the bound needs: it still holds
+            balanced = partition(length, parts=parts, unit=unit)
+            assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(len(length)))
+            assert all(len(run) * length[run].max() <= bound for run in balanced if len(run))
 
 
 def test_partition_balances():
-    runs = partition(np.array([10] * 12), 1000, parts=4)
-    assert [len(run) for run in runs] == [3, 3, 3, 3]
+    assert [len(run) for run in partition(np.array([10] * 12), parts=4)] == [3, 3, 3, 3]
+    assert [len(run) for run in partition(np.array([90, 10, 10, 10, 10, 10, 10, 10, 10, 10]), parts=2)] == [1, 9]
 
 
 def test_dropout_is_off_in_training_mode(tmp_path):

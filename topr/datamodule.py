@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, from_numpy, tensor
@@ -142,7 +143,7 @@ class TrajectoryDataModule(LightningDataModule):
         epochs = self.trainer.max_epochs if self.trainer.max_epochs not in (None, -1) else sys.maxsize
         if self.trainer.max_steps != -1:
             epochs = min(epochs, math.ceil(self.trainer.max_steps / steps))
-        # a constant number, because Lightning sizes the epoch once; an open-ended run is bounded by 100 shuffles
+        # a constant number, because Lightning sizes the epoch once; of an open-ended run 100 shuffles speak for all
         self.microbatches = max(
             microbatch_count(
                 self.plan(epoch),
@@ -204,9 +205,10 @@ class TrajectoryDataModule(LightningDataModule):
     def predict_dataloader(self) -> "_ProblemLoader":
         return _ProblemLoader(self.share("problems"), size=64)
 
-    def from_policy(self, fingerprint: str) -> bool:
-        """Whether every training file says that this very policy sampled it."""
-        return all(metadata["policy"] == fingerprint for metadata in self.metadata)
+    def file_of(self, trajectory: np.ndarray) -> np.ndarray:
+        """Number of the training file that each row number lies in."""
+        ends = np.cumsum([pq.read_metadata(path).num_rows for path in resolve_files(self.train)])
+        return np.searchsorted(ends, trajectory, side="right")
 
 
 class _ProblemLoader:
@@ -261,7 +263,7 @@ class _MicroBatches(Dataset):
 
     def __init__(self, data: TrajectoryDataModule, epoch: int):
         self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
-        self.plan, self.count, self.bound = data.plan(epoch), data.microbatches, data.microbatch_tokens
+        self.plan, self.count = data.plan(epoch), data.microbatches
         self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
 
     def __len__(self) -> int:
@@ -269,7 +271,7 @@ class _MicroBatches(Dataset):
 
     def __getitem__(self, number: int) -> MicroBatch:
         batch, part = self.plan[number // self.count], number % self.count
-        runs = partition(self.length[batch], self.bound, self.count * self.ranks, self.unit)
+        runs = partition(self.length[batch], parts=self.count * self.ranks, unit=self.unit)
         # neighbours are alike in length: the ranks of one moment take neighbours
         run = runs[part * self.ranks + self.rank]
         filler = not len(run)

@@ -46,14 +46,13 @@ def pad(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Token
     return Tokens(*map(torch.from_numpy, arrays), real=int((prompt_length_B + length_B).sum()))
 
 
-def partition(length_B: np.ndarray, tokens: int, parts: int | None = None, unit: int = 1) -> list[np.ndarray]:
-    """Split trajectories into runs of similar length, each at most `tokens` long when padded.
+def partition(length_B: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
+    """Split trajectories into runs of similar length, as few as `tokens` allows or `parts` balanced ones.
 
     Args:
         length_B: prompt + response tokens of each trajectory.
         tokens: bound on (trajectories in a run) x (longest of the run).
-        parts: how many runs there may be; the bound is then lowered as far as that number allows, which balances
-            them, and empty runs fill up. None: as few as the bound allows.
+        parts: number of runs; the bound is then the least that this number allows, and empty runs fill up.
         unit: this many neighbours stay together (the two of a pair).
 
     Returns:
@@ -70,15 +69,15 @@ def partition(length_B: np.ndarray, tokens: int, parts: int | None = None, unit:
             start += max(1, bound // int(unit * longest_U[start]))
         return found
 
-    if parts is not None:
-        low, high = int(unit * longest_U[0]), tokens  # the least bound that leaves at most `parts` runs
+    if parts:
+        low, high = int(unit * longest_U[0]), int(len(length_B) * longest_U[0])
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(starts(middle)) <= parts else (middle + 1, high)
         tokens = low
     runs = np.split(order_U, starts(tokens)[1:])
     runs = [(run[:, None] * unit + np.arange(unit)).ravel() for run in runs]
-    return runs + [np.empty(0, dtype=np.int64)] * ((parts or 0) - len(runs))
+    return runs + [np.empty(0, dtype=np.int64)] * (parts - len(runs))
 
 
 def response_log_probs(model: nn.Module, tokens: Tokens) -> tuple[Tensor, Tensor]:

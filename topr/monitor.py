@@ -82,25 +82,31 @@ class Monitor:
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
 
     def _check_start(self, rows: dict[str, np.ndarray]) -> None:
-        """Before the first update log pi must equal log mu, if the data came from this very policy."""
+        """Before the first update log pi must equal log mu where a file says that this very policy sampled it."""
         size, data, policy = np.abs(rows["log_ratio"]), self.module.trainer.datamodule, self.module.policy_path
         self.module.summary["max_abs_log_ratio_at_start"] = float(size.max())
-        if not data.from_policy(policy_fingerprint(policy)):
-            low, middle, high = np.quantile(rows["log_ratio"], [0, 0.5, 1])
+        own = policy_fingerprint(policy)
+        files = [data.metadata[i] for i in data.file_of(rows["trajectory"])]
+        claimed = np.array([file["policy"] == own for file in files])
+        if not claimed.all():
+            low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
             rank_zero_info(
-                "The trajectories name another policy, or none, as the one that sampled them. Log-ratios of the first "
-                f"batch: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
+                f"{(~claimed).mean():.0%} of the first batch name another policy, or none, as the one that sampled "
+                f"them; their log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
             )
+        if not claimed.any():
             return
-        exact = self.module.trainer.precision == "32-true" and {m["precision"] for m in data.metadata} == {"32-true"}
-        found = size.max() if exact else np.median(size / rows["length"])
+        exact = {self.module.trainer.precision, *(file["precision"] for file in files)} == {"32-true"}
+        drift = size if exact else size / rows["length"]
+        found = (np.max if exact else np.median)(drift[claimed])
         bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
         if not found <= bound:
+            worst = rows["trajectory"][np.where(claimed, drift, -1).argmax()]
             raise InputError(
                 f"data.train says that policy {policy!r} sampled it, but before the first update "
                 f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
-                f"{found:.3g}, expected at most {bound} (worst: row {rows['trajectory'][size.argmax()]:.0f}); "
-                "score the responses again with this policy"
+                f"{found:.3g}, expected at most {bound} (worst: row {worst:.0f}); score the responses again with this "
+                "policy"
             )
 
 

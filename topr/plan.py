@@ -80,6 +80,14 @@ def microbatch_count(
         microbatch_tokens: bound on a micro-batch, padding included.
         ranks: processes that share a global batch.
         unit: neighbours that stay in one micro-batch (2 for pairs).
+
+    Raises:
+        InputError: a unit alone is longer than `microbatch_tokens`.
     """
+    if (longest := unit * length.max()) > microbatch_tokens:
+        raise InputError(
+            f"data.microbatch_tokens is {microbatch_tokens} but {'a pair' if unit == 2 else 'a trajectory'} takes up "
+            f"to {longest} tokens; raise it"
+        )
     runs = (len(partition(length[batch], microbatch_tokens, unit=unit)) for batch in plan)
     return max(math.ceil(count / ranks) for count in runs)
