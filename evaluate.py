@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results: dict[str, dict] = {}
     responses: list[Trajectory] = []
+    first: dict[str, dict] = {}  # the first policy's values of each problem, by benchmark
     for policy in args.policy:
         model, tokenizer = load_policy(policy).to(device), load_tokenizer(policy)
         for name, task, problems, sampling in benchmarks:
@@ -73,8 +74,14 @@ def run(args: argparse.Namespace) -> None:
                 LocalSampler(args.rows), model, tokenizer, task, problems, args.samples, sampling, args.seed
             )
             add_log_probs(model, rows, microbatch_tokens=16384)
-            summary = summarise(per_problem(rows), args.seed)
-            results.setdefault(policy, {})[name] = summary | {"problems": len(problems), "samples": args.samples}
+            values = per_problem(rows)
+            summary = summarise(values, args.seed)
+            result = {"problems": len(problems), "samples": args.samples, **summary}
+            results.setdefault(policy, {})[name] = result
+            if name in first:  # the same problems: differences are paired
+                paired = {metric: values[metric] - first[name][metric] for metric in values}
+                result["difference"] = summarise(paired, args.seed)
+            first.setdefault(name, values)
             for row in rows:
                 row.group = f"{policy}/{name}/{row.prompt_id}"
             responses += rows
@@ -84,14 +91,12 @@ def run(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace, results: dict[str, dict], responses: list[Trajectory], tokenizer) -> None:
     """results.json, results.md and responses.parquet."""
-    labelled = {
-        f"{policy}, {name}": {metric: value for metric, value in summary.items() if isinstance(value, dict)}
-        for policy, row in results.items()
-        for name, summary in row.items()
-    }
-    markdown = table(labelled) + (
+    rows = {f"{policy}, {name}": row for policy, named in results.items() for name, row in named.items()}
+    markdown = table(rows) + (
         f"\n\nPer cent (length: tokens) with 95% bootstrap intervals over problems, {args.samples} samples each.\n"
     )
+    if differences := {label: row["difference"] for label, row in rows.items() if "difference" in row}:
+        markdown += f"\nDifference to {args.policy[0]}, problem by problem:\n\n{table(differences)}\n"
     with atomic(args.out / "results.json") as path:
         path.write_text(json.dumps(results, indent=2) + "\n")
     with atomic(args.out / "results.md") as path:

@@ -140,4 +140,13 @@ def test_evaluate_writes_results_with_intervals(run, setting):
         low, high = row[metric]["interval"]
         assert 0 <= low <= row[metric]["mean"] <= high <= 1
     assert "pass@1" in (run.folder / "results" / "results.md").read_text()
+    other = make_policy(run.folder / "other", seed=1, scale=0.5)
+    code, out, err = run(evaluate.main, "--policy", policy, other, *arguments)
+    assert code == 0, err
+    both = json.loads((run.folder / "results" / "results.json").read_text())
+    assert both[str(policy)]["arithmetic"] == row  # the same seed, the same samples
+    mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
+    difference = theirs["difference"]["length"]["mean"]
+    assert difference == pytest.approx(theirs["length"]["mean"] - mine["length"]["mean"])
+    assert f"Difference to {policy}" in out
     assert all(len(t.ref_logprobs) == len(t.response_ids) for t in trajectories)

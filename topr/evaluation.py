@@ -84,17 +84,22 @@ def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict]:
     }
 
 
-def table(rows: dict[str, dict[str, dict]]) -> str:
-    """Markdown table of summaries, one row a name; shares in per cent with their intervals."""
-    names = list(dict.fromkeys(name for summary in rows.values() for name in summary))
+def table(rows: dict[str, dict]) -> str:
+    """Markdown table of summaries, one row a label; shares in per cent with their intervals."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_metric(row[name])))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for label, summary in rows.items():
-        cells = [_cell(name, summary[name]) if name in summary else "" for name in names]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    for label, row in rows.items():
+        lines.append(f"| {label} | " + " | ".join(_cell(name, row.get(name)) for name in names) + " |")
     return "\n".join(lines)
 
 
-def _cell(name: str, value: dict) -> str:
-    scale, digits = (1, 1) if name == "length" else (100, 1)
-    low, high = value["interval"]
-    return f"{scale * value['mean']:.{digits}f} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+def _is_metric(value) -> bool:
+    return isinstance(value, dict) and "interval" in value
+
+
+def _cell(name: str, value: dict | None) -> str:
+    if value is None:
+        return ""
+    scale = 1 if name == "length" else 100
+    mean, low, high = (scale * number for number in (value["mean"], *value["interval"]))
+    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"

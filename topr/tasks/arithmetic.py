@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--operands", type=int, nargs=2, default=(1, 9), help="smallest and largest operand")
     parser.add_argument("--largest", type=int, default=99, help="bound on intermediate values")
     parser.add_argument("--operators", default="++-*", help="drawn uniformly")
-    parser.add_argument("--steps", type=int, default=1200, help="supervised updates of the base policy")
+    parser.add_argument("--steps", type=int, default=1150, help="supervised updates of the base policy")
     parser.add_argument("--train", type=int, default=500, help="problems with trajectories")
     parser.add_argument("--val", type=int, default=200, help="validation problems")
     parser.add_argument("--test", type=int, default=300, help="test problems")
