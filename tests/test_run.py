@@ -86,15 +86,18 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "log_ratio/positives_mean", "log_ratio/positives_min", "log_ratio/positives_max", "log_ratio/negatives_mean",
         "weight/negatives_below_0.01", "weight/negatives_truncated", "weight/effective_sample_size", "gradient/norm",
         "gradient/positive_share", "drift/positives", "drift/negatives", "speed/tokens_per_s", "speed/utilisation",
-        "speed/peak_memory_gb", "speed/padding_share", "val/pass@1", "val/pass@1_low", "val/maj@4", "val/invalid",
+        "speed/peak_memory_gb", "speed/padding_share", "val/pass@1", "val/maj@4", "val/invalid",
+        "val_interval/pass@1_low", "val_interval/pass@1_high",
     } <= scalars  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
+    assert [event.step for event in events.Scalars("val/pass@1")] == [0, 0, 1, 2]  # before training, then thrice
     assert all(math.isfinite(event.value) for name in scalars for event in events.Scalars(name))
     assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     glossary = (ROOT / "README.md").read_text()
     for tag in scalars - {"epoch"}:
-        assert f"`{tag.replace('@4', '@k').removesuffix('_low').removesuffix('_high')}`" in glossary, tag
+        name = tag.replace("_interval", "").replace("@4", "@k").removesuffix("_low").removesuffix("_high")
+        assert f"`{name}`" in glossary, tag
 
 
 def test_validate_and_test_print_their_figures(run, setting):

@@ -84,9 +84,13 @@ class PolicyModule(LightningModule):
 
     def on_train_start(self) -> None:
         self.monitor = Monitor(self)
-        if self.trainer.datamodule.test is not None and "before" not in self.summary:
-            self.summary["before"] = self._brief(self._evaluate("test"))
-
+        data = self.trainer.datamodule
+        if self.global_step == 0 and data.val is not None and self.trainer.limit_val_batches:
+            figures = self._figures("val", self._sample(data.share("val"), data.val_samples))
+            for logger in self.loggers:
+                logger.log_metrics(figures, step=0)  # where the curves begin
+        if data.test is not None and "before" not in self.summary:
+            self.summary["before"] = self._brief(self._sample(data.share("test"), data.samples))
         self.monitor.speed.start()  # the clock counts training only
 
     def on_validation_end(self) -> None:
@@ -100,7 +104,7 @@ class PolicyModule(LightningModule):
             export_policy(self.policy, self.tokenizer, folder / "policy")
         data = self.trainer.datamodule
         if data.test is not None:
-            self.summary["after"] = self._brief(self._evaluate("test"))
+            self.summary["after"] = self._brief(self._sample(data.share("test"), data.samples))
         self.summary |= {
             "steps": self.global_step,
             "trajectories": len(data.reward),
@@ -120,34 +124,37 @@ class PolicyModule(LightningModule):
                 lines.append(f"{when:10}" + "".join(f"{self.summary[when][name]:>10.3f}" for name in names))
         return "\n".join(lines)
 
-    def _evaluate(self, split: str) -> list[Trajectory]:
-        """Graded responses of all ranks to the problems of a split."""
-        data = self.trainer.datamodule
-        return self._sample(data.share(split), data.val_samples if split == "val" else data.samples)
-
     def _sample(self, problems: list[Problem], n: int) -> list[Trajectory]:
+        """n graded responses to each problem; every rank passes its own and gets all."""
         data = self.trainer.datamodule
         seed = _seed(data.seed, self.global_step, self.global_rank)
         local = sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
         return [trajectory for part in gather(local) for trajectory in part]
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
-        trajectories = self._sample(batch, self.trainer.datamodule.val_samples)
-        self._log_evaluation("val", trajectories)
+        self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))
 
     def test_step(self, batch: list[Problem], batch_idx: int) -> None:
-        self._log_evaluation("test", self._sample(batch, self.trainer.datamodule.samples))
+        self._log_figures("test", self._sample(batch, self.trainer.datamodule.samples))
 
-    def _log_evaluation(self, name: str, trajectories: list[Trajectory]) -> None:
-        for metric, value in summarise(per_problem(trajectories)).items():
-            figures = dict(zip(("", "_low", "_high"), (value["mean"], *value["interval"]), strict=True))
-            for end, figure in figures.items():
-                shown = metric + end == "pass@1"
-                self.log(f"{name}/{metric}{end}", figure, prog_bar=shown, batch_size=1, rank_zero_only=True)
-        if self.trainer.is_global_zero and hasattr(self.logger, "experiment"):
+    def _log_figures(self, split: str, trajectories: list[Trajectory]) -> None:
+        for name, figure in self._figures(split, trajectories).items():
+            self.log(name, figure, prog_bar=name == "val/pass@1", batch_size=1, rank_zero_only=True)
+
+    def _figures(self, split: str, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Metrics with their intervals; a few of the responses go to TensorBoard as text."""
+        if self.trainer.is_global_zero and hasattr(getattr(self.logger, "experiment", None), "add_text"):
             some = trajectories[:: max(1, len(trajectories) // 8)]
-            shown = [f"`{t.prompt}` {t.response} (reward {t.reward:+g})" for t in some]
-            self.logger.experiment.add_text(f"{name}/samples", "  \n".join(shown), self.global_step)
+            text = "\n\n".join(f"{t.prompt}\n{t.response}\nreward {t.reward:+g}" for t in some)
+            # indented, it is a code block: Markdown would take a product for emphasis
+            text = "".join(f"    {line}\n" for line in text.splitlines())
+            self.logger.experiment.add_text(f"{split}/samples", text, self.global_step)
+        figures = {}
+        for metric, value in summarise(per_problem(trajectories)).items():
+            figures[f"{split}/{metric}"] = value["mean"]
+            for end, bound in zip(("low", "high"), value["interval"], strict=True):
+                figures[f"{split}_interval/{metric}_{end}"] = bound
+        return figures
 
     def _brief(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """The figures of summary.json."""
