@@ -13,9 +13,8 @@ from topr.io import InputError, atomic, command
 from topr.policy import (
     load_policy,
     load_tokenizer,
-    policy_fingerprint,
+    provenance,
     resolve_policy,
-    tokenizer_fingerprint,
 )
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks.task import Problem, Task
@@ -60,6 +59,9 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"--samples is {args.samples}; it must be at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
+    for name, given in (("policy", args.policy), ("benchmark", [item.partition("=")[0] for item in args.benchmark])):
+        if len(set(given)) < len(given):
+            raise InputError(f"--{name} names {max(given, key=given.count)!r} twice; give each once")
     for policy in args.policy:  # everything is found before the first response is sampled
         resolve_policy(policy)
     benchmarks = [benchmark(argument, args) for argument in args.benchmark]
@@ -101,14 +103,9 @@ def write(args: argparse.Namespace, results: dict[str, dict], responses: list[Tr
         path.write_text(json.dumps(results, indent=2) + "\n")
     with atomic(args.out / "results.md") as path:
         path.write_text(markdown)
-    one = len(args.policy) == 1
-    metadata = {
-        "task": ", ".join(args.benchmark),
-        "tokenizer": tokenizer_fingerprint(tokenizer) if one else None,
-        "policy": policy_fingerprint(args.policy[0]) if one else None,
-        "precision": "32-true",
-        "sampling": {"samples": args.samples, "seed": args.seed},
-    }
+    metadata = {"task": ", ".join(args.benchmark), "sampling": {"samples": args.samples, "seed": args.seed}}
+    if len(args.policy) == 1:
+        metadata = provenance(args.policy[0], tokenizer, "32-true", **metadata)
     write_trajectories(args.out / "responses.parquet", responses, metadata)
     print(f"\n{markdown}\nwrote results.json, results.md and responses.parquet under {args.out}")
 

@@ -6,6 +6,8 @@ import re
 import shutil
 import sys
 import warnings
+import zipfile
+from functools import partialmethod
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,20 +36,24 @@ class CLI(LightningCLI):
     """Lightning's command line with the checks and the resumption that the README promises."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         trainer = config.trainer
-        if trainer.accumulate_grad_batches != 1:
+        config.data.seed = int(config.seed_everything)  # for true, Lightning has drawn a number by now
+        if trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in str(trainer.callbacks):
             raise InputError(
-                f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; leave it at 1 and set "
-                "data.microbatch_tokens, from which the number of micro-batches per step follows"
+                "trainer.accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which the number of "
+                "micro-batches per step follows"
             )
-        if isinstance(trainer.strategy, str) and trainer.strategy.startswith("fsdp"):
+        if trainer.limit_train_batches not in (None, 1.0):
+            raise InputError("trainer.limit_train_batches would cut an update in pieces; set trainer.max_steps")
+        if re.search("fsdp", str(trainer.strategy), re.IGNORECASE):
             raise InputError(
-                f"trainer.strategy {trainer.strategy} is FSDP1, which changes the updates of factored optimisers; "
-                "use Lightning's ModelParallelStrategy (FSDP2) as in configs/fsdp.yaml"
+                f"trainer.strategy {getattr(trainer.strategy, 'class_path', trainer.strategy)} is FSDP1, which changes "
+                "the updates of factored optimisers; use Lightning's ModelParallelStrategy (FSDP2) as in "
+                "configs/fsdp.yaml"
             )
         if trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed"):
             raise InputError(
@@ -65,22 +71,27 @@ class CLI(LightningCLI):
         if arguments is None or "save_dir" not in arguments:
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
+        found = [path for path in root.glob("version_*/checkpoints/*.ckpt") if zipfile.is_zipfile(path)]  # complete
+        found.sort(key=lambda path: path.stat().st_mtime)
         config.ckpt_path = str(found[-1]) if found else None
         if found:
             arguments.version = int(found[-1].parts[-3].removeprefix("version_"))
         print(f"resuming {found[-1]}" if found else f"no checkpoint under {root}: starting afresh")
 
-    def fit(self, **arguments) -> None:
-        """Fit; when the input turns out bad before the first update, leave no trace of the run."""
+    def _run(self, command: str, **arguments) -> None:
+        """Run a trainer's command; when its input turns out bad before the first update, leave no trace of it."""
         folder = Path(self.trainer.log_dir or ".")
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
-            self.trainer.fit(**arguments)
+            getattr(self.trainer, command)(**arguments)
         except InputError:
             if fresh and self.trainer.global_step == 0:
                 shutil.rmtree(fresh[-1], ignore_errors=True)
             raise
+
+    # the command line looks here before it looks at the trainer
+    fit, validate = partialmethod(_run, "fit"), partialmethod(_run, "validate")
+    test, predict = partialmethod(_run, "test"), partialmethod(_run, "predict")
 
 
 def main() -> None:

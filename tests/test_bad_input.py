@@ -1,5 +1,7 @@
 """Bad input and configuration: one clear sentence, exit code 2, nothing written."""
 
+import io
+import json
 import math
 import shutil
 
@@ -7,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, make_policy, make_trajectories, write
+from safetensors.torch import load_file, save_file
 
 import evaluate
 import train
-from topr.policy import policy_fingerprint
 from topr.tasks.arithmetic import make_tokenizer
 
 CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null"]
@@ -60,6 +62,11 @@ def fit(policy, data, *arguments):
         ([f"{LOSS}.ratio=tokens"], "ratio"),
         (["--trainer.accumulate_grad_batches=2"], "data.microbatch_tokens"),
         (["--trainer.strategy=fsdp"], "configs/fsdp.yaml"),
+        (["--trainer.strategy=lightning.pytorch.strategies.FSDPStrategy"], "configs/fsdp.yaml"),
+        (["--trainer.limit_train_batches=3"], "trainer.max_steps"),
+        (["--model.loss=topr.losses.Loss"], "topr.losses.Loss"),
+        (["--model.task=topr.tasks.Task"], "topr.tasks.Task"),
+        (["--model.optimizer.init_args.lr=-1"], "model.optimizer refuses its arguments"),
         (["--trainer.precision=bf16-true"], "float32"),
         (["--model.policy=nowhere"], "neither a folder nor a model"),
         (["--config=nowhere.yaml"], "nowhere.yaml"),
@@ -86,6 +93,32 @@ def test_policy_folders_without_a_model(run, good, tmp_path):
     broken = shutil.copytree(policy, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"x" * 100)
     refused(run, "broken", *fit(broken, data))
+
+
+def test_every_command_leaves_no_trace(run, good, tmp_path):
+    problems = ROOT / "data" / "arithmetic" / "val.jsonl"
+    files = [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
+    for command in ("validate", "test", "predict"):
+        refused(run, "nowhere", command, *CONFIG, *files, "--data.out=out", "--model.policy=nowhere")
+    (tmp_path / "twice.jsonl").write_text('{"id": 1, "prompt": "1>", "gold": "1"}\n' * 2)
+    refused(run, "make ids unique", "validate", *CONFIG, f"--model.policy={good[0]}", "--data.val=twice.jsonl")
+
+
+def test_weights_that_are_missing_and_code_that_is_not_asked_for(run, good, tmp_path, monkeypatch):
+    policy, data = good
+    incomplete = shutil.copytree(policy, tmp_path / "incomplete")
+    weights = load_file(incomplete / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
+    refused(run, "lacks the weights model.layers.1.mlp.up_proj.weight", *fit(incomplete, data))
+    hostile = shutil.copytree(policy, tmp_path / "hostile")
+    (hostile / "evil.py").write_text(f"open({str(tmp_path / 'PWNED')!r}, 'w')")
+    config = json.loads((hostile / "config.json").read_text()) | {"model_type": "evil"}
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (hostile / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    refused(run, str(hostile), *fit(hostile, data))
+    assert not (tmp_path / "PWNED").exists()
 
 
 def change(table: pa.Table, column: str, row: int, value) -> pa.Table:
@@ -129,6 +162,8 @@ def test_bad_columns_and_files(run, good, tmp_path):
     index = table.schema.get_field_index("reward")
     pq.write_table(table.set_column(index, "reward", pa.array(["good"] * len(table))), bad)
     refused(run, "column 'reward' has type string, expected float", *fit(policy, bad))
+    pq.write_table(table.set_column(index, "reward", pa.array([True] * len(table))), bad)
+    refused(run, "write +1 and -1", *fit(policy, bad))
     pq.write_table(table.slice(0, 0), bad)
     refused(run, "holds no trajectory", *fit(policy, bad))
     bad.write_bytes(data.read_bytes()[:-100])
@@ -153,11 +188,29 @@ def test_log_probs_that_do_not_match_the_policy_that_claims_them(run, good, tmp_
     wrong = write(tmp_path / "wrong.parquet", policy, make_trajectories(policy, shift=0.5))
     sentence = refused(run, "score the responses again", *fit(policy, wrong))
     assert "worst: row" in sentence
-    honest = write(
-        tmp_path / "honest.parquet", policy, make_trajectories(policy, shift=0.5), policy="another", task="t"
-    )
-    code, out, err = run(train.main, *fit(policy, honest, "--trainer.enable_progress_bar=false"))
-    assert code == 0 and policy_fingerprint(str(policy)) != "another"
+    honest = write(tmp_path / "honest.parquet", policy, make_trajectories(policy, shift=0.5), policy="another")
+    code, _, err = run(train.main, *fit(policy, honest, "--trainer.enable_progress_bar=false"))
+    assert code == 0, err
+    both = write(tmp_path / "unknown.parquet", policy, make_trajectories(policy, 9), policy=None, precision=None)
+    refused(run, "score the responses again", *fit(policy, f"[{wrong},{both}]"))  # the others do not excuse it
+    rough = write(tmp_path / "rough.parquet", policy, make_trajectories(policy), precision="bf16-mixed")
+    code, _, err = run(train.main, *fit(policy, rough, "--trainer.enable_progress_bar=false"))
+    assert code == 0, err
+    far = write(tmp_path / "far.parquet", policy, make_trajectories(policy, shift=3.0), precision="bf16-mixed")
+    sentence = refused(run, "score the responses again", *fit(policy, far))
+    assert "the median |log pi - log mu| per token" in sentence
+
+
+def test_files_of_other_widths_are_welcome(run, good, tmp_path):
+    policy, data = good
+    table = pq.read_table(data)
+    wide = {"prompt_ids": pa.large_list(pa.int64()), "ref_logprobs": pa.list_(pa.float64()), "reward": pa.int64()}
+    for name, kind in {**wide, "group": pa.large_string()}.items():
+        table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(kind))
+    pq.write_table(table, tmp_path / "wide.parquet")
+    for files in (tmp_path / "wide.parquet", f"[{tmp_path / 'wide.parquet'},{data}]"):
+        code, _, err = run(train.main, *fit(policy, files, "--trainer.enable_progress_bar=false"))
+        assert code == 0, err
 
 
 def test_rewards_of_one_sign(run, good, tmp_path):
@@ -194,6 +247,7 @@ def test_predict_refuses_what_it_would_mix_up(run, good, tmp_path):
         (["--policy", "POLICY", "--benchmark", "algebra"], "'algebra' is unknown"),
         (["--policy", "POLICY", "--benchmark", "arithmetic=nowhere.jsonl"], "nowhere.jsonl"),
         (["--policy", "POLICY", "--benchmark", "arithmetic", "--samples", "0"], "--samples is 0"),
+        (["--policy", "POLICY", "POLICY", "--benchmark", "arithmetic"], "twice"),
         (["--policy", "POLICY", "--benchmark", "arithmetic", "--temperature", "-1"], "temperature"),
     ],
 )
@@ -204,7 +258,7 @@ def test_evaluate_refuses(run, good, arguments, words):
 
 
 def test_ratios_that_stay_one_are_warned_about(run, good):
-    with pytest.warns(UserWarning, match="still 1 after the first update"):
+    with pytest.warns(UserWarning, match="has not moved"):
         code, _, err = run(
             train.main, *fit(*good, "--data.batch_size=8", "--model.optimizer.init_args.lr=0"),
             "--trainer.enable_progress_bar=false",
@@ -215,4 +269,4 @@ def test_ratios_that_stay_one_are_warned_about(run, good):
 def test_ratios_that_move_are_not_warned_about(run, good, recwarn):
     code, _, err = run(train.main, *fit(*good, "--data.batch_size=8"), "--trainer.enable_progress_bar=false")
     assert code == 0, err
-    assert not [str(w.message) for w in recwarn if "ratio" in str(w.message)]
+    assert not [str(w.message) for w in recwarn if "has not moved" in str(w.message)]

@@ -56,12 +56,12 @@ def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(files, l
     expected = [sorted(batch) for batch in module(files, loss).plan(0)]
     data = [module(files, loss, rank=r, ranks=ranks, tokens=tokens, workers=workers) for r in range(ranks)]
     streams = [list(one.train_dataloader()) for one in data]
-    count = data[0].microbatches
+    count = data[0].microbatches(0)
     assert {len(stream) for stream in streams} == {len(expected) * count}  # every rank runs equally many forwards
     assert data[0].trainer.accumulate_grad_batches == count
     for step, batch in enumerate(expected):
         parts = [part for stream in streams for part in stream[step * count : (step + 1) * count]]
-        real = [row for part in parts for row, w in zip(part.trajectory_B.tolist(), part.weight_B, strict=True) if w]
+        real = [row for part in parts for row, w in zip(part.trajectory_B.tolist(), part.real_B, strict=True) if w]
         assert sorted(real) == batch
         assert {float(part.divisor) for part in parts} == {len(batch) / data[0].unit}
         for part in parts:
@@ -90,13 +90,13 @@ def test_loader_resumes_at_a_global_batch(files):
     loader, seen = data.train_dataloader(), []
     for part in loader:
         seen.append(part.trajectory_B.tolist())
-        if len(seen) == 2 * data.microbatches:
+        if len(seen) == 2 * data.microbatches(0):
             break
     state = loader.state_dict()
     again = module(files, TOPR(), tokens=60).train_dataloader()
     again.load_state_dict(state)
     assert seen + [part.trajectory_B.tolist() for part in again] == whole
-    assert [part.trajectory_B.tolist() for part in again] == whole  # the next epoch starts at its beginning
+    assert [part.trajectory_B.tolist() for part in again] == whole  # another pass starts at the beginning
 
 
 def test_files_stay_mapped(files):

@@ -240,6 +240,7 @@ def test_share_of_real_rewards_by_bisection():
     ("arguments", "words"),
     [
         ({"a_minus": 2.0}, "0 <= a <= b"),
+        ({"b_plus": 1e10}, "0 <= a <= b"),
         ({"a_plus": -1.0}, "0 <= a <= b"),
         ({"b_plus": math.nan}, "0 <= a <= b"),
         ({"a_plus": math.inf, "b_plus": math.inf}, "0 <= a <= b"),

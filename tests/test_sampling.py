@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from conftest import make_policy
 
@@ -23,9 +24,14 @@ def load(tmp_path, **changes):
     return load_policy(policy), load_tokenizer(policy)
 
 
-def test_counts_follow_the_policy_whatever_its_generation_config_says(tmp_path):
+@pytest.mark.parametrize("pad", ["<pad>", None])  # without a pad token the end token fills up
+def test_counts_follow_the_policy_whatever_its_generation_config_says(tmp_path, pad):
     model, tokenizer = load(tmp_path)
-    model.generation_config.update(top_k=1, temperature=0.1, top_p=0.2, repetition_penalty=3.0, do_sample=True)
+    tokenizer.pad_token = pad
+    model.generation_config.update(
+        top_k=1, temperature=0.1, top_p=0.2, min_p=0.9, typical_p=0.1, epsilon_cutoff=0.1, repetition_penalty=3.0,
+        no_repeat_ngram_size=1, suppress_tokens=[3, 4, 5], min_new_tokens=1, do_sample=True,
+    )  # fmt: skip
     n = 4000
     for prompt, responses in zip(
         PROMPTS, LocalSampler(700).sample(model, tokenizer, PROMPTS, n, PLAIN, 0), strict=True

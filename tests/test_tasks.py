@@ -42,6 +42,7 @@ def solve(prompt: str) -> tuple[int, list[int]]:
         ("#", Grade(-1.0, False, None)),
         ("", Grade(-1.0, False, None)),
         ("#٢٠", Grade(-1.0, False, None)),
+        ("#2<pad>0", Grade(-1.0, False, None)),
         ("#" + "9" * 10_000, Grade(-1.0, False, None)),
     ],
 )

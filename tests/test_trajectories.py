@@ -112,7 +112,8 @@ def test_import_tokenises_scores_and_reports(run, tmp_path, policy):
     assert first.response_ids == [*tokenizer("1+2=3;#3")["input_ids"], end]  # a finished response trains its end token
     assert third.response_ids == tokenizer("2*2=")["input_ids"]  # a cut one gets none
     assert [t.reward for t in (first, second, third)] == [1, -1, 0.25]
-    assert (first.prompt_id, second.prompt_id, third.prompt_id, third.group) == ("0", "0", "7", "mine")
+    ids = ("prompt-0", "prompt-0", "7", "mine")
+    assert (first.prompt_id, second.prompt_id, third.prompt_id, third.group) == ids
     assert first.gold == "3" and second.gold is None
     model = load_policy(str(policy))
     for t in (first, second, third):
@@ -124,6 +125,31 @@ def test_import_tokenises_scores_and_reports(run, tmp_path, policy):
         expected = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
         np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-5)
     assert read_metadata(tmp_path / "o" / "a.parquet")["policy"] == policy_fingerprint(str(policy))
+
+
+def test_import_takes_what_other_programs_write(run, tmp_path, policy):
+    line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
+    (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
+    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet", "--precision=bf16-mixed")
+    assert code == 0, err
+    first, second = read_trajectories(tmp_path / "a.parquet")
+    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
+    assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+
+
+def test_nothing_of_the_users_is_overwritten(run, tmp_path, policy):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "response": "2", "reward": 1}\n')
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "precious")
+    assert code == 2 and "is a folder" in err
+    with pytest.raises(InputError, match="will not be overwritten"), atomic(tmp_path / "precious") as folder:
+        folder.mkdir()
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"
+    for seed in (0, 1):  # a model's folder is replaced by a model's
+        make_policy(tmp_path / "model", seed=seed)
+    assert policy_fingerprint(str(tmp_path / "model")) != policy_fingerprint(str(policy))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "precious", "model"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +164,9 @@ def test_import_tokenises_scores_and_reports(run, tmp_path, policy):
         ('{"prompt": "", "response": "1", "reward": 1}', "empty"),
         ('{"prompt": "1", "response": "%s", "reward": 1}' % ("1" * 100), "context"),
         ('{"prompt": "1", "response": "2", "reward": 1, "finished": "no"}', "'finished'"),
+        ('{"prompt": "1", "response": "2", "reward": 1, "gold": [3]}', "'gold' must hold str or int or float"),
+        ('{"prompt": "1", "response": "2", "reward": 1e39}', "not finite"),
+        ('{"prompt": "1\\ud800", "response": "2", "reward": 1}', "line 2: no JSON"),
     ],
 )
 def test_import_refuses_bad_lines(run, tmp_path, policy, line, words):

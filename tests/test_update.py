@@ -1,15 +1,23 @@
 """One update through the command line, against the paper's equation in float64, however the batch is cut."""
 
+import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_policy, make_trajectories, write
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from topr.losses import TOPR
+from topr.monitor import Monitor
 from topr.policy import load_policy
+
+collect = Monitor.collect
 
 LIMITS = {  # Table 1
     "topr": (1, 1, 0, 1),
@@ -123,6 +131,88 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epoc
         assert folder.name == "version_0"
         one, other = (load_file(path / "policy" / "model.safetensors") for path in (whole, folder))
         assert all(torch.equal(one[key], other[key]) for key in one), stop
+
+
+@pytest.mark.parametrize("second", [40, 25, 10_000])
+def test_resumption_within_a_step_or_with_other_micro_batches(run, shifted, second):
+    policy, data, _ = shifted
+    common = [
+        "--data.batch_size=4", "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
+        f"--data.val={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}",
+        "--data.val_samples=1", "--data.sampling.max_new_tokens=1",
+    ]  # fmt: skip
+    whole = fit(run, policy, data, *common, "--data.val=null")
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET, "--trainer.logger.init_args.name=arithmetic/b"]
+    files = [f"--model.policy={policy}", f"--data.train={data}", *common, "--ckpt_path=last"]
+    # the validation after five micro-batches writes its checkpoint between those of the third update
+    first = ["--data.microbatch_tokens=40", "--trainer.val_check_interval=5", "--trainer.max_steps=3"]
+    code, _, err = run(train.main, "fit", *config, *files, *first)
+    assert code == 0, err
+    (checkpoint,) = (run.folder / "runs" / "arithmetic" / "b").rglob("*.ckpt")
+    loop = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
+    assert loop["epoch_loop.batch_progress"]["current"]["ready"] == 5
+    code, out, err = run(train.main, "fit", *config, *files, f"--data.microbatch_tokens={second}", "--data.val=null")
+    assert code == 0 and "resuming" in out, err
+    (folder,) = (run.folder / "runs" / "arithmetic" / "b").iterdir()
+    one, other = (load_file(path / "policy" / "model.safetensors") for path in (whole, folder))
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["tokens_per_s"] > 0
+
+
+class Grouped(TOPR):
+    """TOPR on batches of whole groups."""
+
+    grouping = "group"
+
+
+def test_every_trajectory_of_every_epoch_is_used_once_by_whole_groups(run, tmp_path, monkeypatch):
+    policy = make_policy(tmp_path / "base")
+    rng, trajectories = np.random.default_rng(0), make_trajectories(policy, 60)
+    for trajectory in trajectories:
+        trajectory.group = str(rng.integers(25))  # so uneven that the epochs differ in their number of batches
+    data, used = write(tmp_path / "a.parquet", policy, trajectories), []
+    monkeypatch.setattr(
+        Monitor, "collect",
+        lambda self, output, hidden, batch: (
+            used.append((self.module.current_epoch, batch.trajectory_B[batch.real_B > 0].tolist())),
+            collect(self, output, hidden, batch),
+        ),
+    )  # fmt: skip
+    fit(
+        run, policy, data, "--model.loss=test_update.Grouped", "--data.batch_size=8", "--trainer.max_epochs=4",
+        "--data.microbatch_tokens=60",
+    )  # fmt: skip
+    counts = set()
+    for epoch in range(4):
+        rows = [rows for number, rows in used if number == epoch]
+        assert sorted(sum(rows, [])) == list(range(60))
+        counts.add(len(rows))
+    assert len(counts) > 1
+
+
+def test_two_ranks_make_the_update_of_one(shifted, tmp_path):
+    policy, data, _ = shifted
+    command = [
+        sys.executable, ROOT / "train.py", "fit", "--config", ROOT / "configs" / "arithmetic.yaml", *QUIET,
+        f"--model.policy={policy}", f"--data.train={data}", "--model.optimizer=torch.optim.SGD",
+        "--model.optimizer.init_args.lr=0.5", "--data.batch_size=10", "--trainer.strategy=ddp",
+        "--data.microbatch_tokens=60",
+    ]  # fmt: skip
+    for devices in (1, 2):  # batches of 10, 10 and 3: the last leaves fillers on either rank
+        more = [f"--trainer.devices={devices}", f"--trainer.logger.init_args.name=ranks{devices}"]
+        done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    folders = [tmp_path / "runs" / f"ranks{devices}" / "version_0" for devices in (1, 2)]
+    one, other = (load_file(folder / "policy" / "model.safetensors") for folder in folders)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+    events = [EventAccumulator(str(folder)).Reload() for folder in folders]
+    for tag in ("train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"):
+        one, other = ([event.value for event in run.Scalars(tag)] for run in events)
+        assert len(one) == 3
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
 
 
 def test_gradient_clipping_bounds_the_update(run, shifted):

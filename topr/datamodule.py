@@ -1,7 +1,5 @@
 """Trajectories and problems for the trainer: memory-mapped, in the order of the epoch plan, resumable in mid-epoch."""
 
-import math
-import sys
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -35,7 +33,7 @@ class MicroBatch(NamedTuple):
     ref_log_probs_N: Tensor
     reward_B: Tensor
     advantage_B: Tensor
-    weight_B: Tensor  # 1; 0 for the filler that a rank runs when a global batch is too small for all
+    real_B: Tensor  # 1; 0 for the filler that a rank runs when a global batch is too small for all
     divisor: Tensor  # scalar: the trajectories (or pairs) of the GLOBAL batch
     trajectory_B: Tensor  # row numbers in the data
 
@@ -83,7 +81,7 @@ class TrajectoryDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Check every file that this command reads before anything is written or put on a device."""
-        stage = self.trainer.state.fn
+        stage, policy = self.trainer.state.fn, self.trainer.lightning_module.policy_path
         needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
             if getattr(self, name) is None:
@@ -92,18 +90,27 @@ class TrajectoryDataModule(LightningDataModule):
             self.read_problems(split)
         if stage == "predict" and any(Path(self.out).glob("*.parquet")):
             raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
+        expected = tokenizer_fingerprint(load_tokenizer(policy))
+        vocabulary, context = vocabulary_and_context(policy)
+        for path, metadata in zip(self.files, self.metadata, strict=True) if stage == "fit" else ():
+            if metadata["tokenizer"] not in (None, expected):
+                raise InputError(
+                    f"{path} was tokenised with another tokenizer than that of policy {policy!r}; train a policy with "
+                    "that tokenizer or import the text again for this one"
+                )
+            validate(path, vocabulary, min(self.microbatch_tokens, context))
         if stage == "fit":
-            policy = self.trainer.lightning_module.policy_path
-            expected = tokenizer_fingerprint(load_tokenizer(policy))
-            vocabulary, context = vocabulary_and_context(policy)
-            for path in resolve_files(self.train):
-                if read_metadata(path)["tokenizer"] not in (None, expected):
-                    raise InputError(
-                        f"{path} was tokenised with another tokenizer than that of policy {policy!r}; train a policy "
-                        "with that tokenizer or import the text again for this one"
-                    )
-                validate(path, vocabulary, min(self.microbatch_tokens, context))
             self.rows  # noqa: B018 - fills the memory-mapped cache once, before the other ranks open it
+
+    @cached_property
+    def files(self) -> list[str]:
+        """The training files."""
+        return resolve_files(self.train)
+
+    @cached_property
+    def metadata(self) -> list[dict[str, Any]]:
+        """Metadata of each training file."""
+        return [read_metadata(path) for path in self.files]
 
     @cached_property
     def rows(self):
@@ -113,49 +120,40 @@ class TrajectoryDataModule(LightningDataModule):
         datasets.disable_progress_bars()
         features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in TRAINING_COLUMNS]))
         rows = datasets.load_dataset(
-            "parquet",
-            data_files=resolve_files(self.train),
-            split="train",
-            columns=TRAINING_COLUMNS,
-            features=features,
+            "parquet", data_files=self.files, split="train", columns=TRAINING_COLUMNS, features=features
         )
         return rows.with_format("arrow")
 
-    @cached_property
-    def metadata(self) -> list[dict[str, Any]]:
-        """Metadata of each training file."""
-        return [read_metadata(path) for path in resolve_files(self.train)]
-
     def setup(self, stage: str) -> None:
-        """Derive advantages and the number of micro-batches per step from the whole data set."""
+        """Derive lengths and advantages from the whole data set."""
         if stage != "fit":
             return
-        table = self.rows.data.table
+        table, loss = self.rows.data.table, self.trainer.lightning_module.loss
         self.reward = table["reward"].to_numpy()
         prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
         self.length = prompt + response
         groups = table["group"].dictionary_encode().unify_dictionaries()
         self.group = np.concatenate([chunk.indices.to_numpy() for chunk in groups.chunks])
-        loss = self.trainer.lightning_module.loss
-        self.grouping = loss.grouping
-        self.advantage = loss.advantages(self.reward, self.group)
-        steps = len(self.plan(0))
-        epochs = self.trainer.max_epochs if self.trainer.max_epochs not in (None, -1) else sys.maxsize
-        if self.trainer.max_steps != -1:
-            epochs = min(epochs, math.ceil(self.trainer.max_steps / steps))
-        # a constant number, because Lightning sizes the epoch once; of an open-ended run 100 shuffles speak for all
-        self.microbatches = max(
-            microbatch_count(
-                self.plan(epoch),
-                self.length,
-                microbatch_tokens=self.microbatch_tokens,
-                ranks=self.trainer.world_size,
-                unit=self.unit,
-            )
-            for epoch in range(min(epochs, 100))
+        self.grouping, self.advantage = loss.grouping, loss.advantages(self.reward, self.group)
+        # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch
+        self.trainer.reload_dataloaders_every_n_epochs = 1
+        if self.val is None:
+            self.trainer.limit_val_batches = 0
+        shares = self.shares()
+        rank_zero_info(
+            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {response.sum()} response tokens, "
+            f"mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
+            f"{shares['effective_positive_share']:.1%} at baseline {shares['baseline']:.3g}; {len(self.plan(0))} "
+            f"updates an epoch of {self.microbatches(0)} micro-batch(es)"
         )
-        self.trainer.accumulate_grad_batches = self.microbatches
-        rank_zero_info(self.describe(steps, int(response.sum())))
+
+    def shares(self) -> dict[str, float]:
+        """The share p of positives, the effective share, and the mean of what was subtracted from the rewards."""
+        return {
+            "positive_share": float((self.advantage >= 0).mean()),
+            "effective_positive_share": advantage_share(self.advantage),
+            "baseline": float(np.mean(self.reward.astype(np.float64) - self.advantage)),
+        }
 
     @property
     def unit(self) -> int:
@@ -174,18 +172,21 @@ class TrajectoryDataModule(LightningDataModule):
             epoch=epoch,
         )
 
-    def describe(self, steps: int, response_tokens: int) -> str:
-        """What is about to be trained on, in two lines."""
-        baseline = float(np.mean(self.reward.astype(np.float64) - self.advantage))
-        return (
-            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {response_tokens} response tokens, "
-            f"mean reward {self.reward.mean():.3f}\n"
-            f"{(self.advantage >= 0).mean():.1%} positive, effective share {advantage_share(self.advantage):.1%} at "
-            f"baseline {baseline:.3g}; {steps} updates an epoch, {self.microbatches} micro-batch(es) each"
+    def microbatches(self, epoch: int) -> int:
+        """Micro-batches of each update, K: the least for which none of any rank exceeds `microbatch_tokens`."""
+        return microbatch_count(
+            self.plan(epoch),
+            self.length,
+            microbatch_tokens=self.microbatch_tokens,
+            ranks=self.trainer.world_size,
+            unit=self.unit,
         )
 
     def train_dataloader(self) -> "_TrainLoader":
-        return _TrainLoader(self)
+        """The micro-batches of the trainer's current epoch; sets the trainer's accumulation to their number a step."""
+        loader = _TrainLoader(self, self.trainer.current_epoch)
+        self.trainer.accumulate_grad_batches = loader.batches.count
+        return loader
 
     def read_problems(self, split: str) -> list[Problem]:
         """Problems of `val`, `test` or `problems`; none where the split is not set."""
@@ -207,7 +208,7 @@ class TrajectoryDataModule(LightningDataModule):
 
     def file_of(self, trajectory: np.ndarray) -> np.ndarray:
         """Number of the training file that each row number lies in."""
-        ends = np.cumsum([pq.read_metadata(path).num_rows for path in resolve_files(self.train)])
+        ends = np.cumsum([pq.read_metadata(path).num_rows for path in self.files])
         return np.searchsorted(ends, trajectory, side="right")
 
 
@@ -229,41 +230,36 @@ class _ProblemLoader:
 
 
 class _TrainLoader:
-    """Micro-batches of this rank; its state is the number of global batches that the trainer has consumed."""
+    """Micro-batches of this rank in one epoch; its state is the number of global batches that the trainer consumed."""
 
-    def __init__(self, data: TrajectoryDataModule):
-        self.data, self.trainer = data, data.trainer
-        self.epoch = self.consumed = 0
-        self.resumed: dict[str, int] = {}
+    def __init__(self, data: TrajectoryDataModule, epoch: int):
+        self.batches, self.workers = _MicroBatches(data, epoch), data.num_workers
+        self.epoch, self.start, self.consumed = epoch, 0, 0
 
     def __len__(self) -> int:
-        return len(self.data.plan(self.trainer.current_epoch)) * self.data.microbatches
+        return len(self.batches)
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "global_batches": self.consumed // self.data.microbatches}
+        return {"epoch": self.epoch, "global_batches": self.consumed // self.batches.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.resumed = state
+        # a checkpoint from the end of an epoch is resumed by the loader of the next
+        self.start = state["global_batches"] if state["epoch"] == self.epoch else 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self.epoch = self.trainer.current_epoch
-        start = self.resumed["global_batches"] if self.resumed.get("epoch") == self.epoch else 0
-        self.resumed = {}
-        batches = _MicroBatches(self.data, self.epoch)
-        self.consumed = start * self.data.microbatches
-        # a map over an ordered range: workers may prefetch, the order stays
-        order = range(self.consumed, len(batches))
-        for batch in DataLoader(batches, batch_size=None, sampler=order, num_workers=self.data.num_workers):
+        self.consumed, self.start = self.start * self.batches.count, 0
+        order = range(self.consumed, len(self.batches))  # a map over a range: workers prefetch, the order stays
+        for batch in DataLoader(self.batches, batch_size=None, sampler=order, num_workers=self.workers):
             self.consumed += 1
             yield batch
 
 
 class _MicroBatches(Dataset):
-    """Every micro-batch of one rank in one epoch, by number."""
+    """Every micro-batch of one rank in one epoch, by number; `count` of them make a global batch."""
 
     def __init__(self, data: TrajectoryDataModule, epoch: int):
         self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
-        self.plan, self.count = data.plan(epoch), data.microbatches
+        self.plan, self.count = data.plan(epoch), data.microbatches(epoch)
         self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
 
     def __len__(self) -> int:
@@ -277,13 +273,13 @@ class _MicroBatches(Dataset):
         filler = not len(run)
         chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
         table = self.rows[chosen.tolist()]
-        prompts, responses, scores = (_arrays(table[name]) for name in ("prompt_ids", "response_ids", "ref_logprobs"))
+        tokens = pad(_arrays(table["prompt_ids"]), _arrays(table["response_ids"]))
         return MicroBatch(
-            tokens=pad(prompts, responses),
-            ref_log_probs_N=from_numpy(np.concatenate(scores)),
+            tokens=tokens._replace(real=0) if filler else tokens,
+            ref_log_probs_N=from_numpy(np.concatenate(_arrays(table["ref_logprobs"]))),
             reward_B=from_numpy(table["reward"].to_numpy().copy()),
             advantage_B=from_numpy(self.advantage[chosen]),
-            weight_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
+            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
             divisor=tensor(len(batch) / self.unit),
             trajectory_B=from_numpy(chosen),
         )

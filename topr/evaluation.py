@@ -31,7 +31,7 @@ def sample_and_grade(
     ):
         for response in responses:
             ids = response.ids[:-1] if response.finished else response.ids
-            answer = tokenizer.decode(ids, skip_special_tokens=True)
+            answer = tokenizer.decode(ids)  # special tokens in its midst stay: they were sampled, and spoil an answer
             grade = task.grade(answer, problem.gold)
             if task.requires_end and not response.finished:
                 grade = Grade(-1.0, False, None)

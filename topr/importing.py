@@ -1,69 +1,86 @@
 """Import of users' files into the trajectory format."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from topr.io import InputError, load_jsonl
 from topr.losses import advantage_share
-from topr.policy import load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.policy import load_policy, load_tokenizer, provenance, vocabulary_and_context
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
+REQUIRED = {"prompt": (str,), "response": (str,), "reward": (bool, int, float)}
+OPTIONAL = {
+    "prompt_id": (str, int),
+    "group": (str, int),
+    "finished": (bool,),
+    "valid": (bool,),
+    "answer": (str, int, float),
+    "gold": (str, int, float),
+}
 
-def import_jsonl(path: str | Path, policy: str, out: str | Path, microbatch_tokens: int) -> list[Trajectory]:
+
+def import_jsonl(
+    path: str | Path, policy: str, out: str | Path, microbatch_tokens: int, precision: str = "32-true"
+) -> list[Trajectory]:
     """Tokenise `{prompt, response, reward}` lines with the policy's tokenizer and score log mu with its forward.
 
     The prompt is tokenised with special tokens, the response without; `finished` (default true) appends the end
-    token and trains it. Boolean rewards become +-1. `prompt_id`, `group`, `valid`, `answer` and `gold` are kept.
+    token and trains it. Boolean rewards become +-1. The keys of `OPTIONAL` are kept.
+
+    Args:
+        path: JSON lines.
+        policy: the policy that sampled the responses, folder or hub name.
+        out: trajectory file to write.
+        microbatch_tokens: tokens of one forward.
+        precision: 32-true or bf16-mixed, of the scoring forward; best that of the training to come.
 
     Raises:
         InputError: a line is malformed, empty, or longer than the policy's context.
     """
-    rows = load_jsonl(path, {"prompt": (str,), "response": (str,), "reward": (bool, int, float)})
-    tokenizer, trajectories = load_tokenizer(policy), []
-    ids: dict[str, str] = {}
+    rows, tokenizer = load_jsonl(path, REQUIRED, OPTIONAL), load_tokenizer(policy)
+    context = min(microbatch_tokens, vocabulary_and_context(policy)[1])
+    own = {prompt: f"prompt-{i}" for i, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
+    trajectories = []
     for number, row in enumerate(rows, start=1):
-        prompt_ids = tokenizer(row["prompt"])["input_ids"]
-        finished = row.get("finished", True)
-        if not isinstance(finished, bool):
-            raise InputError(f"{path}, entry {number}: key 'finished' must hold true or false, found {finished!r}")
-        response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        response_ids += [tokenizer.eos_token_id] if finished else []
-        reward = float(row["reward"]) if not isinstance(row["reward"], bool) else 2.0 * row["reward"] - 1
-        if not (prompt_ids and response_ids and np.isfinite(reward)):
-            raise InputError(f"{path}, entry {number}: prompt, response or reward is empty or not finite")
-        prompt_id = str(row.get("prompt_id", ids.setdefault(row["prompt"], str(len(ids)))))
-        trajectories.append(
-            Trajectory(
-                prompt_id=prompt_id,
-                group=str(row.get("group", prompt_id)),
-                prompt=row["prompt"],
-                prompt_ids=prompt_ids,
-                response=row["response"],
-                response_ids=response_ids,
-                ref_logprobs=[],
-                reward=reward,
-                finished=finished,
-                **{key: row.get(key) for key in ("valid", "answer", "gold")},
-            )
-        )
-    model = load_policy(policy)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", microbatch_tokens)
-    for number, trajectory in enumerate(trajectories, start=1):
+        trajectory = _trajectory(row, own[row["prompt"]], tokenizer)
         length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        if length > min(context, microbatch_tokens):
+        if not (trajectory.prompt_ids and trajectory.response_ids and np.isfinite(np.float32(trajectory.reward))):
+            raise InputError(f"{path}, entry {number}: prompt or response is empty, or the reward not finite")
+        if length > context:
             raise InputError(
-                f"{path}, entry {number}: {length} tokens are more than the policy's context of {context} or "
-                f"--microbatch-tokens {microbatch_tokens}; drop the entry or raise the bound"
+                f"{path}, entry {number}: {length} tokens are more than the policy's context or --microbatch-tokens "
+                f"allow ({context}); drop the entry or raise the bound"
             )
-    add_log_probs(model, trajectories, microbatch_tokens)
-    metadata = {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "policy": policy_fingerprint(policy),
-        "precision": "32-true",
-    }
-    write_trajectories(out, trajectories, metadata)
+        trajectories.append(trajectory)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_policy(policy).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        add_log_probs(model, trajectories, microbatch_tokens)
+    write_trajectories(out, trajectories, provenance(policy, tokenizer, precision))
     return trajectories
+
+
+def _trajectory(row: dict[str, Any], prompt_id: str, tokenizer) -> Trajectory:
+    """One line, tokenised; absent and null keys are the same."""
+    given = {key: row[key] for key in OPTIONAL if row.get(key) is not None}
+    finished, prompt_id = given.get("finished", True), str(given.get("prompt_id", prompt_id))
+    end = [tokenizer.eos_token_id] if finished else []
+    return Trajectory(
+        prompt_id=prompt_id,
+        group=str(given.get("group", prompt_id)),
+        prompt=row["prompt"],
+        prompt_ids=tokenizer(row["prompt"])["input_ids"],
+        response=row["response"],
+        response_ids=tokenizer(row["response"], add_special_tokens=False)["input_ids"] + end,
+        ref_logprobs=[],
+        reward=2.0 * row["reward"] - 1 if isinstance(row["reward"], bool) else float(row["reward"]),
+        finished=finished,
+        valid=given.get("valid"),
+        **{key: str(given[key]) for key in ("answer", "gold") if key in given},
+    )
 
 
 def report(trajectories: list[Trajectory]) -> str:

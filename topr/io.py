@@ -28,16 +28,23 @@ def command() -> Iterator[None]:
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`, a file or a folder to write; rename it to `path` when the block succeeds.
 
-    A block that fails leaves nothing behind; a process killed inside leaves `path` as it was.
+    A block that fails, or a process killed inside, leaves `path` as it was.
+
+    Raises:
+        InputError: a folder stands at `path`, unless it is a model's, which a new model replaces.
     """
     path = Path(path)
+    temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    replaceable = (path / "config.json").is_file()
+    if path.is_dir() and not replaceable:
+        raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        if path.is_dir():  # a folder cannot be renamed over a folder that holds files
-            shutil.rmtree(path)
+        if replaceable:  # a folder cannot be renamed over a folder that holds files
+            os.replace(path, aside)
         os.replace(temporary, path)
+        shutil.rmtree(aside, ignore_errors=True)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
@@ -45,14 +52,16 @@ def atomic(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def load_jsonl(path: str | Path, required: dict[str, tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file, each an object whose `required` keys have one of the given types.
+def load_jsonl(
+    path: str | Path, required: dict[str, tuple[type, ...]], optional: dict[str, tuple[type, ...]] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file, each an object whose keys have one of the given types; optional ones may be null.
 
     Raises:
         InputError: the file or a line is not that, named by its number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 within a string
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as JSON lines: {error}") from error
     rows = []
@@ -61,12 +70,13 @@ def load_jsonl(path: str | Path, required: dict[str, tuple[type, ...]]) -> list[
             continue
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is JSON, but no text
         except ValueError as error:
             raise InputError(f"{path}, line {number}: no JSON ({error})") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-        for key, types in required.items():
-            if not isinstance(row.get(key), types):
+        for key, types in {**required, **(optional or {})}.items():
+            if not isinstance(row.get(key), types) and (key in required or row.get(key) is not None):
                 names = " or ".join(kind.__name__ for kind in types)
                 found = f"{type(row[key]).__name__}" if key in row else "nothing"
                 raise InputError(f"{path}, line {number}: key {key!r} must hold {names}, found {found}")

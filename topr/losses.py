@@ -7,6 +7,7 @@ R the reward, c the baseline, A = R - c the advantage. T+ holds A >= 0, T- holds
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class LossOutput(NamedTuple):
     truncated_B: Tensor  # 1 where pi/mu > b, for token ratios the share of such tokens
 
 
-class Loss:
+class Loss(ABC):
     """A loss on stored trajectories. `grouping` tells the epoch plan what must lie in one global batch:
 
     `none`, whole groups (`group`: all trajectories of one prompt), or pairs of a positive and a negative (`pair`).
@@ -38,6 +39,7 @@ class Loss:
 
     grouping: Literal["none", "group", "pair"] = "none"
 
+    @abstractmethod
     def advantages(self, reward: np.ndarray, group: np.ndarray) -> np.ndarray:
         """Advantages of the whole data set, float32.
 
@@ -48,8 +50,8 @@ class Loss:
         Raises:
             InputError: the rewards leave this loss nothing to learn from.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, log_probs_N: Tensor, ref_log_probs_N: Tensor, length_B: Tensor, advantage_B: Tensor):
         """Losses of B trajectories, as a `LossOutput`.
 
@@ -59,7 +61,6 @@ class Loss:
             length_B: response tokens of each trajectory, T; they sum to N.
             advantage_B: A.
         """
-        raise NotImplementedError
 
 
 class TOPR(Loss):
@@ -94,10 +95,11 @@ class TOPR(Loss):
         ratio: Ratio = "sequence",
     ):
         for sign, a, b in (("plus", a_plus, b_plus), ("minus", a_minus, b_minus)):
-            if not 0 <= a <= min(b, math.exp(LOG_INFINITY)):
+            largest = math.exp(LOG_INFINITY)
+            if not (0 <= a <= b and a <= largest and (b <= largest or b == math.inf)):
                 raise InputError(
-                    f"model.loss: limits a_{sign} = {a} and b_{sign} = {b} must satisfy 0 <= a <= b, with a at most "
-                    f"e^{LOG_INFINITY:.0f}; exchange them or widen b_{sign}"
+                    f"model.loss: limits a_{sign} = {a} and b_{sign} = {b} must satisfy 0 <= a <= b <= "
+                    f"e^{LOG_INFINITY:.0f} or b = infinity (.inf); exchange or change them"
                 )
         if not math.isfinite(baseline):
             raise InputError(f"model.loss: baseline is {baseline}; give a finite number")
@@ -257,8 +259,6 @@ def baseline_from_rewards(reward: np.ndarray, effective_share: float) -> float:
             f"data.train: positive_share needs rewards of both signs but every reward is {low:g}; "
             "set positive_share: null or train on data with both"
         )
-    if (low, high) == (-1, 1) and (np.abs(reward) == 1).all():
-        return baseline_for_share(float((reward > 0).mean()), effective_share)
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if advantage_share(reward - middle) > effective_share else (low, middle)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from topr.datamodule import MicroBatch
 from topr.evaluation import per_problem, sample_and_grade, summarise
-from topr.io import atomic
+from topr.io import InputError, atomic
 from topr.logprobs import Tokens, response_log_probs
 from topr.losses import Loss
 from topr.monitor import Monitor, gather
-from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.policy import export_policy, load_policy, load_tokenizer, provenance
 from topr.sampling import LocalSampler, Sampler
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -52,7 +52,9 @@ class PolicyModule(LightningModule):
         if threads is not None:
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
-        self.summary: dict[str, Any] = {}  # of the run so far, kept in checkpoints
+        # kept in checkpoints: figures of the run so far; tokens and seconds of training
+        self.summary: dict[str, Any] = {}
+        self.clock = (0, 0.0)
 
     def configure_model(self) -> None:
         """Load weights and tokenizer; called once the strategy has set the device up."""
@@ -60,7 +62,10 @@ class PolicyModule(LightningModule):
             self.tokenizer, self.policy = load_tokenizer(self.policy_path), load_policy(self.policy_path).train()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters())
+        try:
+            return self.optimizer(self.parameters())
+        except (TypeError, ValueError) as error:
+            raise InputError(f"model.optimizer refuses its arguments: {error}") from error
 
     def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """log pi of each response token [N] and the hidden states [N, D] that predict them."""
@@ -74,7 +79,7 @@ class PolicyModule(LightningModule):
         # micro-batches, padding and ranks cannot change the update. The trainer divides by its micro-batches per step,
         # the strategy averages over ranks; both are cancelled here.
         cancelled = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return (output.loss_B * batch.weight_B).sum() / batch.divisor * cancelled
+        return (output.loss_B * batch.real_B).sum() / batch.divisor * cancelled
 
     def on_after_backward(self) -> None:
         self.monitor.after_backward()
@@ -83,7 +88,7 @@ class PolicyModule(LightningModule):
         self.monitor.before_step(self.global_step)
 
     def on_train_start(self) -> None:
-        self.monitor = Monitor(self)
+        self.monitor = Monitor(self, self.clock)
         data = self.trainer.datamodule
         if self.global_step == 0 and data.val is not None and self.trainer.limit_val_batches:
             figures = self._figures("val", self._sample(data.share("val"), data.val_samples))
@@ -99,24 +104,22 @@ class PolicyModule(LightningModule):
 
     def on_train_end(self) -> None:
         """Export the policy, measure it on the test problems and write summary.json."""
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        if self.trainer.is_global_zero:
-            export_policy(self.policy, self.tokenizer, folder / "policy")
         data = self.trainer.datamodule
         if data.test is not None:
             self.summary["after"] = self._brief(self._sample(data.share("test"), data.samples))
-        self.summary |= {
-            "steps": self.global_step,
-            "trajectories": len(data.reward),
-            "tokens_per_s": self.monitor.speed.rate(self.trainer.world_size),
-        }
-        if self.trainer.is_global_zero:
+        speed = self.monitor.speed.rate(self.trainer.world_size)
+        self.summary |= {"steps": self.global_step, "trajectories": len(data.reward), "tokens_per_s": speed}
+        self.summary |= data.shares()
+        folder = Path(self.trainer.log_dir)
+        if self.trainer.is_global_zero and self.trainer.loggers and not self.trainer.fast_dev_run:
+            export_policy(self.policy, self.tokenizer, folder / "policy")
             with atomic(folder / "summary.json") as path:
                 path.write_text(json.dumps(self.summary, indent=2) + "\n")
-        self.print(self._closing(folder))
+            self.print(f"Policy and summary.json are in {folder}.")
+        self.print(self._closing())
 
-    def _closing(self, folder: Path) -> str:
-        lines = [f"Policy and summary.json are in {folder}."]
+    def _closing(self) -> str:
+        lines = []
         if "after" in self.summary:
             names = [name for name in self.summary["after"] if name not in ("problems", "samples")]
             lines.append("test      " + "".join(f"{name:>10}" for name in names))
@@ -165,22 +168,19 @@ class PolicyModule(LightningModule):
 
     def predict_step(self, batch: list[Problem], batch_idx: int) -> None:
         """Sample, grade and score a batch of problems, and write them as one file of data.out."""
+        if not batch:  # more ranks than problems
+            return
         data = self.trainer.datamodule
         seed = _seed(data.seed, batch_idx, self.global_rank)
         trajectories = sample_and_grade(
             self.sampler, self.policy, self.tokenizer, self.task, batch, data.samples, data.sampling, seed
         )
         add_log_probs(self.policy, trajectories, data.microbatch_tokens)
-        metadata = {
-            "task": self.task.name,
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "policy": policy_fingerprint(self.policy_path),
-            "precision": str(self.trainer.precision),
-            "sampling": vars(data.sampling) | {"samples": data.samples, "seed": data.seed},
-            "iteration": 0,
-        }
+        how = vars(data.sampling) | {"samples": data.samples, "seed": data.seed}
+        precision = str(self.trainer.precision)
+        about = provenance(self.policy_path, self.tokenizer, precision, task=self.task.name, sampling=how, iteration=0)
         name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
-        write_trajectories(Path(data.out) / name, trajectories, metadata)
+        write_trajectories(Path(data.out) / name, trajectories, about)
         self._written += len(trajectories)
 
     def on_predict_start(self) -> None:
@@ -190,10 +190,18 @@ class PolicyModule(LightningModule):
         self.print(f"Wrote {sum(gather(self._written))} trajectories under {self.trainer.datamodule.out}.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["summary"] = self.summary
+        checkpoint["summary"], checkpoint["clock"] = self.summary, self.monitor.speed.total
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.summary = checkpoint["summary"]
+        self.summary, self.clock = checkpoint["summary"], checkpoint["clock"]
+        # The trainer counts micro-batches, of which another number may make a step now, and a checkpoint from a
+        # validation may lie within one: go back to the last whole step, where the loader resumes as well.
+        loop = checkpoint["loops"]["fit_loop"]
+        (loader,) = loop["state_dict"]["combined_loader"]
+        done = loader["global_batches"] * self.trainer.datamodule.microbatches(loader["epoch"])
+        current = loop["epoch_loop.batch_progress"]["current"]
+        shift = done - current["processed"]
+        current.update({name: count + shift for name, count in current.items()})
 
 
 def _seed(*parts: int) -> int:

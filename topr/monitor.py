@@ -30,15 +30,16 @@ class Monitor:
 
     Args:
         module: the `PolicyModule` that is trained.
+        clock: tokens and seconds of training before, from a checkpoint.
     """
 
-    def __init__(self, module: LightningModule):
-        self.module, self.speed = module, Throughput(module.policy)
+    def __init__(self, module: LightningModule, clock: tuple[int, float]):
+        self.module, self.speed = module, Throughput(module.policy, clock)
         self.rows: list[Tensor] = []
 
     def collect(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
         """Keep a micro-batch's values until its backward has run."""
-        given = batch.weight_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
+        given = batch.real_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
         self.rows.append(torch.stack([column.detach().double() for column in (*given, *output)]))
         hidden_ND.retain_grad()
         self.pending = hidden_ND, batch.tokens
@@ -59,16 +60,19 @@ class Monitor:
         """
         local, self.rows = torch.cat(self.rows, dim=1).cpu().numpy(), []
         trainer = self.module.trainer
-        if step > 1 and (step + 1) % trainer.log_every_n_steps:
+        due = trainer.log_every_n_steps and (step + 1) % trainer.log_every_n_steps == 0
+        if step > 1 and not due:
             return
         values = np.concatenate(gather(local), axis=1)
         rows = dict(zip(COLUMNS, values[:, values[0] > 0], strict=True))  # without fillers
+        last = [parameter for parameter in self.module.parameters() if parameter.requires_grad][-1]
         if step == 0:
             self._check_start(rows)
-        elif step == 1 and np.abs(rows["log_ratio"]).max() < 1e-5:
+            self.untrained = last.detach().clone()
+        elif step == 1 and (np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.untrained)):
             warnings.warn(
-                "every ratio pi/mu is still 1 after the first update: the learning rate is 0, the update vanishes in "
-                "the precision of the weights, or ref_logprobs are not those of the policy that sampled",
+                "the policy has not moved: its ratios pi/mu or its weights are the same after the first update; the "
+                "learning rate is 0 or the update vanishes in the precision of the weights",
                 stacklevel=1,
             )
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
@@ -96,7 +100,8 @@ class Monitor:
             )
         if not claimed.any():
             return
-        exact = {self.module.trainer.precision, *(file["precision"] for file in files)} == {"32-true"}
+        scored = {file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own}
+        exact = scored | {str(self.module.trainer.precision)} == {"32-true"}
         drift = size if exact else size / rows["length"]
         found = (np.max if exact else np.median)(drift[claimed])
         bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
@@ -118,9 +123,10 @@ class Throughput:
 
     Args:
         model: the policy.
+        total: tokens and seconds counted before.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, total: tuple[int, float]):
         config = model.config.get_text_config()
         tables = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings())}
         self.body = sum(p.numel() for p in model.parameters()) - sum(tables.values())
@@ -128,7 +134,7 @@ class Throughput:
         self.attention = config.num_hidden_layers * config.hidden_size
         self.device = next(model.parameters()).device
         self.peak = _peak_flops(self.device)
-        self.all_tokens, self.all_seconds = 0, 0.0
+        self.total = tuple(total)
         self._reset()
         self.start()
 
@@ -149,12 +155,12 @@ class Throughput:
         per_token = self.body + self.attention * columns
         self.flops += 6 * (per_token * tokens.real + self.projection * len(tokens.target_N))
         self.seconds += seconds
-        self.all_tokens, self.all_seconds = self.all_tokens + tokens.real, self.all_seconds + seconds
+        self.total = self.total[0] + tokens.real, self.total[1] + seconds
         self.start()
 
     def rate(self, ranks: int) -> float:
         """Tokens per second of the whole run."""
-        return ranks * self.all_tokens / max(self.all_seconds, 1e-9)
+        return ranks * self.total[0] / max(self.total[1], 1e-9)
 
     def read(self, ranks: int) -> dict[str, float]:
         """The metrics since the last reading."""

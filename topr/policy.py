@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def load_tokenizer(policy: str):
 
     folder = resolve_policy(policy)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes the library raise
         raise InputError(f"policy {policy!r} has no usable tokenizer: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -71,16 +72,23 @@ def load_policy(policy: str) -> nn.Module:
     disable_progress_bar()
     folder = resolve_policy(policy)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
         for name, value in vars(config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, low_cpu_mem_usage=True
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:
         raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
+    if missing := sorted(loading["missing_keys"]):  # they would be random numbers
+        raise InputError(f"policy {policy!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
     check_head(model, policy)
     return model
 
@@ -104,7 +112,7 @@ def vocabulary_and_context(policy: str) -> tuple[int, int]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(resolve_policy(policy)).get_text_config()
+        config = AutoConfig.from_pretrained(resolve_policy(policy), trust_remote_code=False).get_text_config()
     except Exception as error:
         raise InputError(f"the config.json of policy {policy!r} cannot be used: {first_line(error)}") from error
     return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
@@ -128,8 +136,9 @@ def tokenizer_fingerprint(tokenizer) -> str:
 def policy_fingerprint(policy: str) -> str:
     """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32.
 
-    A part of each tensor is enough to tell policies apart, since an update moves all of them, and takes an 8B model
-    milliseconds; the same weights in another file layout or a wider dtype keep their fingerprint.
+    An update of training moves nearly all weights, so a part of each tensor tells policies apart, in milliseconds for
+    an 8B model; a change of middle rows alone goes unseen here and is left to the check of log mu. The same weights in
+    another file layout or a wider dtype keep their fingerprint.
     """
     from safetensors import safe_open
 
@@ -146,6 +155,12 @@ def policy_fingerprint(policy: str) -> str:
                 for part in (rows[:8], rows[max(0, shape[0] - 8) :]):
                     digest.update(part.float().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def provenance(policy: str, tokenizer, precision: str, **more) -> dict[str, Any]:
+    """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.METADATA_KEYS`."""
+    fingerprints = {"tokenizer": tokenizer_fingerprint(tokenizer), "policy": policy_fingerprint(policy)}
+    return {**fingerprints, "precision": precision, **more}
 
 
 def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:

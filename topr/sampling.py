@@ -1,5 +1,8 @@
 """Samplers: several responses to each prompt, as token ids."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,9 +47,10 @@ class Response(NamedTuple):
     finished: bool
 
 
-class Sampler:
+class Sampler(ABC):
     """Base of the samplers."""
 
+    @abstractmethod
     def sample(
         self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> list[list[Response]]:
@@ -60,7 +64,6 @@ class Sampler:
             sampling: how to sample.
             seed: of the random numbers; the process's own generators are left as they were.
         """
-        raise NotImplementedError
 
 
 class LocalSampler(Sampler):
@@ -80,15 +83,11 @@ class LocalSampler(Sampler):
 
         ends = end_tokens(model, tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        # every knob that shapes the distribution is written out: the model's own generation config may set any
         config = GenerationConfig(
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or 1.0,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            min_p=None,
-            typical_p=1.0,
-            repetition_penalty=1.0,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad,
@@ -97,9 +96,7 @@ class LocalSampler(Sampler):
         # prompts of one length stand together, so that little is padded
         order = sorted((i for i in range(len(prompts)) for _ in range(n)), key=lambda i: len(prompts[i]))
         responses: list[list[Response]] = [[] for _ in prompts]
-        was_training = model.training
-        model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with _plain(model), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(seed)
             for start in range(0, len(order), self.rows):
                 rows = order[start : start + self.rows]
@@ -107,8 +104,22 @@ class LocalSampler(Sampler):
                 output = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
                 for i, sampled in zip(rows, output.tolist(), strict=True):
                     responses[i].append(_cut(sampled, ends))
-        model.train(was_training)
         return responses
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without the model's own generation config, which would fill in whatever a call leaves unset."""
+    from transformers import GenerationConfig
+
+    training, config = model.training, model.generation_config
+    model.eval()
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.train(training)
+        model.generation_config = config
 
 
 def _pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -107,6 +107,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         if not _same_kind(schema.field(field.name).type, field.type):
             raise InputError(
                 f"{path}: column {field.name!r} has type {schema.field(field.name).type}, expected {field.type}"
+                + ("; write +1 and -1" if field.name == "reward" else "")
             )
     try:
         metadata = json.loads((schema.metadata or {}).get(b"topr", b"{}"))
@@ -189,6 +190,8 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tup
 def _same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
     """Whether a column can be cast without changing its meaning: another width of integer or float is welcome."""
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    if pa.types.is_floating(expected) and pa.types.is_integer(found):
+        return True
     if pa.types.is_list(expected):
         return (pa.types.is_list(found) or pa.types.is_large_list(found)) and _same_kind(
             found.value_type, expected.value_type
@@ -206,7 +209,7 @@ def resolve_files(train: str | list[str]) -> list[str]:
     """
     files: list[str] = []
     for entry in [train] if isinstance(train, str) else train:
-        found = sorted(glob.glob(entry)) if glob.has_magic(entry) else [entry] if Path(entry).is_file() else []
+        found = [entry] if Path(entry).is_file() else sorted(glob.glob(entry)) if glob.has_magic(entry) else []
         if not found and entry.count("/") == 1 and not Path(entry).suffix and not glob.has_magic(entry):
             from huggingface_hub import snapshot_download
 
@@ -239,11 +242,15 @@ def main() -> None:
     convert.add_argument("--policy", required=True, help="folder or hub name: its tokenizer and its log-probs as mu")
     convert.add_argument("--out", required=True, help="Parquet file to write")
     convert.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one forward")
+    convert.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true", help="of the scoring")
     args = parser.parse_args()
     with command():
         from topr.importing import import_jsonl, report  # it needs what this file defines
 
-        print(report(import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens)))
+        if Path(args.out).is_dir():
+            raise InputError(f"--out {args.out} is a folder; name a Parquet file")
+        trajectories = import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
+        print(report(trajectories))
         print(f"wrote {args.out}")
 
 

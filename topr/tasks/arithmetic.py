@@ -221,7 +221,7 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     """Write base policy, problems of every split and graded, scored trajectories of the train split under `out`."""
     from topr.evaluation import sample_and_grade
     from topr.importing import report
-    from topr.policy import export_policy, policy_fingerprint, tokenizer_fingerprint
+    from topr.policy import export_policy, provenance
     from topr.sampling import LocalSampler
     from topr.trajectories import add_log_probs, write_trajectories
 
@@ -237,14 +237,9 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     sampler = LocalSampler()
     trajectories = sample_and_grade(sampler, model, tokenizer, task, splits["train"], samples, task.sampling, seed)
     add_log_probs(model, trajectories, microbatch_tokens=16384)
-    metadata = {
-        "task": task.name,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "policy": policy_fingerprint(str(out / "base")),
-        "precision": "32-true",
-        "sampling": asdict(task.sampling) | {"samples": samples, "seed": seed},
-        "iteration": 0,
-    }
+    how = asdict(task.sampling) | {"samples": samples, "seed": seed}
+    base = str(out / "base")
+    metadata = provenance(base, tokenizer, "32-true", task=task.name, sampling=how, iteration=0)
     write_trajectories(out / "train.parquet", trajectories, metadata)
     print(report(trajectories))
 

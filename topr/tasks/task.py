@@ -1,10 +1,12 @@
 """What a task is: problems with a known answer, a prompt, and a grade for a response."""
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from topr.io import load_jsonl
+from topr.io import InputError, load_jsonl
 from topr.sampling import Sampling
 
 
@@ -25,7 +27,7 @@ class Problem:
     gold: str
 
 
-class Task:
+class Task(ABC):
     """Base of all tasks; a task of your own overrides `grade`, and what else differs."""
 
     name: str = "task"
@@ -36,15 +38,19 @@ class Task:
         """Problems from JSON lines `{"prompt": …, "gold": …}`, `id` optional (the line's number).
 
         Raises:
-            InputError: the file is missing or malformed.
+            InputError: the file is missing or malformed, or an id occurs twice.
         """
         rows = load_jsonl(path, {"prompt": (str,), "gold": (str,)})
-        return [Problem(str(row.get("id", i)), row["prompt"], row["gold"]) for i, row in enumerate(rows)]
+        problems = [Problem(str(row.get("id", i)), row["prompt"], row["gold"]) for i, row in enumerate(rows)]
+        twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
+        if twice:
+            raise InputError(f"{path}: id {twice[0]!r} stands for several problems; make ids unique")
+        return problems
 
     def prompt(self, problem: Problem, tokenizer) -> str:
         """The text that the policy continues; it is tokenised with special tokens."""
         return problem.prompt
 
+    @abstractmethod
     def grade(self, response: str, gold: str) -> Grade:
         """Grade a response, without its end token, against the reference answer. Never executes model output."""
-        raise NotImplementedError
