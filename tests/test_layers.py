@@ -7,7 +7,7 @@ from conftest import ROOT
 
 LAYERS = [
     {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
-    {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "sampling", "evaluation"},
+    {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "loaders", "sampling", "evaluation"},
     {"monitor", "module"},
 ]
 

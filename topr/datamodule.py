@@ -1,9 +1,8 @@
 """Trajectories and problems for the trainer: memory-mapped, in the order of the epoch plan, resumable in mid-epoch."""
 
-from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,11 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, from_numpy, tensor
-from torch.utils.data import DataLoader, Dataset
 
 from topr.io import InputError
-from topr.logprobs import Tokens, pad, partition
+from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
@@ -24,18 +21,6 @@ from topr.tasks.task import Problem
 from topr.trajectories import SCHEMA, read_metadata, resolve_files, validate
 
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
-
-
-class MicroBatch(NamedTuple):
-    """A rank's share of a global batch, or a part of it."""
-
-    tokens: Tokens
-    ref_log_probs_N: Tensor
-    reward_B: Tensor
-    advantage_B: Tensor
-    real_B: Tensor  # 1; 0 for the filler that a rank runs when a global batch is too small for all
-    divisor: Tensor  # scalar: the trajectories (or pairs) of the GLOBAL batch
-    trajectory_B: Tensor  # row numbers in the data
 
 
 class TrajectoryDataModule(LightningDataModule):
@@ -182,9 +167,9 @@ class TrajectoryDataModule(LightningDataModule):
             unit=self.unit,
         )
 
-    def train_dataloader(self) -> "_TrainLoader":
+    def train_dataloader(self) -> TrainLoader:
         """The micro-batches of the trainer's current epoch; sets the trainer's accumulation to their number a step."""
-        loader = _TrainLoader(self, self.trainer.current_epoch)
+        loader = TrainLoader(self, self.trainer.current_epoch)
         self.trainer.accumulate_grad_batches = loader.batches.count
         return loader
 
@@ -197,96 +182,16 @@ class TrajectoryDataModule(LightningDataModule):
         """This rank's problems of a split."""
         return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
-    def val_dataloader(self) -> "_ProblemLoader":
-        return _ProblemLoader(self.share("val"))
+    def val_dataloader(self) -> ProblemLoader:
+        return ProblemLoader(self.share("val"))
 
-    def test_dataloader(self) -> "_ProblemLoader":
-        return _ProblemLoader(self.share("test"))
+    def test_dataloader(self) -> ProblemLoader:
+        return ProblemLoader(self.share("test"))
 
-    def predict_dataloader(self) -> "_ProblemLoader":
-        return _ProblemLoader(self.share("problems"), size=64)
+    def predict_dataloader(self) -> ProblemLoader:
+        return ProblemLoader(self.share("problems"), size=64)
 
     def file_of(self, trajectory: np.ndarray) -> np.ndarray:
         """Number of the training file that each row number lies in."""
         ends = np.cumsum([pq.read_metadata(path).num_rows for path in self.files])
         return np.searchsorted(ends, trajectory, side="right")
-
-
-class _ProblemLoader:
-    """Batches of problems; no `DataLoader`, which the trainer would shard a second time.
-
-    Without a size there is one batch, empty where a rank has no problem: every rank takes part in an evaluation.
-    """
-
-    def __init__(self, problems: list[Problem], size: int | None = None):
-        size = size or max(1, len(problems))
-        self.batches = [problems[start : start + size] for start in range(0, max(1, len(problems)), size)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[Problem]]:
-        return iter(self.batches)
-
-
-class _TrainLoader:
-    """Micro-batches of this rank in one epoch; its state is the number of global batches that the trainer consumed."""
-
-    def __init__(self, data: TrajectoryDataModule, epoch: int):
-        self.batches, self.workers = _MicroBatches(data, epoch), data.num_workers
-        self.epoch, self.start, self.consumed = epoch, 0, 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "global_batches": self.consumed // self.batches.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        # a checkpoint from the end of an epoch is resumed by the loader of the next
-        self.start = state["global_batches"] if state["epoch"] == self.epoch else 0
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        self.consumed, self.start = self.start * self.batches.count, 0
-        order = range(self.consumed, len(self.batches))  # a map over a range: workers prefetch, the order stays
-        for batch in DataLoader(self.batches, batch_size=None, sampler=order, num_workers=self.workers):
-            self.consumed += 1
-            yield batch
-
-
-class _MicroBatches(Dataset):
-    """Every micro-batch of one rank in one epoch, by number; `count` of them make a global batch."""
-
-    def __init__(self, data: TrajectoryDataModule, epoch: int):
-        self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
-        self.plan, self.count = data.plan(epoch), data.microbatches(epoch)
-        self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
-
-    def __len__(self) -> int:
-        return len(self.plan) * self.count
-
-    def __getitem__(self, number: int) -> MicroBatch:
-        batch, part = self.plan[number // self.count], number % self.count
-        runs = partition(self.length[batch], parts=self.count * self.ranks, unit=self.unit)
-        # neighbours are alike in length: the ranks of one moment take neighbours
-        run = runs[part * self.ranks + self.rank]
-        filler = not len(run)
-        chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
-        table = self.rows[chosen.tolist()]
-        tokens = pad(_arrays(table["prompt_ids"]), _arrays(table["response_ids"]))
-        return MicroBatch(
-            tokens=tokens._replace(real=0) if filler else tokens,
-            ref_log_probs_N=from_numpy(np.concatenate(_arrays(table["ref_logprobs"]))),
-            reward_B=from_numpy(table["reward"].to_numpy().copy()),
-            advantage_B=from_numpy(self.advantage[chosen]),
-            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
-            divisor=tensor(len(batch) / self.unit),
-            trajectory_B=from_numpy(chosen),
-        )
-
-
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """One array a row of a column of lists."""
-    column = column.combine_chunks()
-    flat, length = column.flatten().to_numpy(), pc.list_value_length(column).to_numpy()
-    return np.split(flat, np.cumsum(length)[:-1])

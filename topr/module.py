@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
-from topr.datamodule import MicroBatch
 from topr.evaluation import per_problem, sample_and_grade, summarise
 from topr.io import InputError, atomic
+from topr.loaders import MicroBatch
 from topr.logprobs import Tokens, response_log_probs
 from topr.losses import Loss
 from topr.monitor import Monitor, gather

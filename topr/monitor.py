@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from topr.datamodule import MicroBatch
 from topr.io import InputError
+from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
 from topr.losses import LossOutput, sum_tokens
 from topr.metrics import training_statistics
@@ -36,11 +36,12 @@ class Monitor:
     def __init__(self, module: LightningModule, clock: tuple[int, float]):
         self.module, self.speed = module, Throughput(module.policy, clock)
         self.rows: list[Tensor] = []
+        self.untrained: Tensor | None = None
 
     def collect(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
         """Keep a micro-batch's values until its backward has run."""
         given = batch.real_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
-        self.rows.append(torch.stack([column.detach().double() for column in (*given, *output)]))
+        self.rows.append(torch.stack([column.detach().float() for column in (*given, *output)]))
         hidden_ND.retain_grad()
         self.pending = hidden_ND, batch.tokens
 
@@ -48,7 +49,7 @@ class Monitor:
         """Split the squared gradient by trajectory, exactly: each hidden state belongs to one."""
         hidden_ND, tokens = self.pending
         gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), tokens.length_B)
-        self.rows[-1] = torch.cat((self.rows[-1], gradient_B.double()[None]))
+        self.rows[-1] = torch.cat((self.rows[-1], gradient_B[None]))
         self.speed.count(tokens)
         del self.pending
 
@@ -69,7 +70,7 @@ class Monitor:
         if step == 0:
             self._check_start(rows)
             self.untrained = last.detach().clone()
-        elif step == 1 and (np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.untrained)):
+        elif self.untrained is not None and step == 1 and self._still(rows, last):
             warnings.warn(
                 "the policy has not moved: its ratios pi/mu or its weights are the same after the first update; the "
                 "learning rate is 0 or the update vanishes in the precision of the weights",
@@ -84,6 +85,10 @@ class Monitor:
             for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
                 if chosen.any():
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+
+    def _still(self, rows: dict[str, np.ndarray], last: Tensor) -> bool:
+        """Whether the first update moved nothing; in bfloat16 the ratios are too noisy to tell, the weights are not."""
+        return np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.untrained)
 
     def _check_start(self, rows: dict[str, np.ndarray]) -> None:
         """Before the first update log pi must equal log mu where a file says that this very policy sampled it."""

@@ -1,0 +1,110 @@
+"""What the trainer iterates over: micro-batches of trajectories, batches of problems."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from torch import Tensor, from_numpy, tensor
+from torch.utils.data import DataLoader, Dataset
+
+from topr.logprobs import Tokens, pad, partition
+from topr.tasks.task import Problem
+
+
+class MicroBatch(NamedTuple):
+    """A rank's share of a global batch, or a part of it."""
+
+    tokens: Tokens
+    ref_log_probs_N: Tensor
+    reward_B: Tensor
+    advantage_B: Tensor
+    real_B: Tensor  # 1; 0 for the filler that a rank runs when a global batch is too small for all
+    divisor: Tensor  # scalar: the trajectories (or pairs) of the GLOBAL batch
+    trajectory_B: Tensor  # row numbers in the data
+
+
+class ProblemLoader:
+    """Batches of problems; no `DataLoader`, which the trainer would shard a second time.
+
+    Without a size there is one batch, empty where a rank has no problem: every rank takes part in an evaluation.
+    """
+
+    def __init__(self, problems: list[Problem], size: int | None = None):
+        size = size or max(1, len(problems))
+        self.batches = [problems[start : start + size] for start in range(0, max(1, len(problems)), size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Problem]]:
+        return iter(self.batches)
+
+
+class TrainLoader:
+    """Micro-batches of this rank in one epoch; its state is the number of global batches that the trainer consumed.
+
+    Args:
+        data: the `TrajectoryDataModule`, set up.
+        epoch: whose plan is followed.
+    """
+
+    def __init__(self, data, epoch: int):
+        self.batches, self.workers = _MicroBatches(data, epoch), data.num_workers
+        self.epoch, self.start, self.consumed = epoch, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "global_batches": self.consumed // self.batches.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        # a checkpoint from the end of an epoch is resumed by the loader of the next
+        self.start = state["global_batches"] if state["epoch"] == self.epoch else 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.consumed, self.start = self.start * self.batches.count, 0
+        order = range(self.consumed, len(self.batches))  # a map over a range: workers prefetch, the order stays
+        for batch in DataLoader(self.batches, batch_size=None, sampler=order, num_workers=self.workers):
+            self.consumed += 1
+            yield batch
+
+
+class _MicroBatches(Dataset):
+    """Every micro-batch of one rank in one epoch, by number; `count` of them make a global batch."""
+
+    def __init__(self, data, epoch: int):
+        self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
+        self.plan, self.count = data.plan(epoch), data.microbatches(epoch)
+        self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
+
+    def __len__(self) -> int:
+        return len(self.plan) * self.count
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        batch, part = self.plan[number // self.count], number % self.count
+        runs = partition(self.length[batch], parts=self.count * self.ranks, unit=self.unit)
+        # neighbours are alike in length: the ranks of one moment take neighbours
+        run = runs[part * self.ranks + self.rank]
+        filler = not len(run)
+        chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
+        table = self.rows[chosen.tolist()]
+        tokens = pad(_arrays(table["prompt_ids"]), _arrays(table["response_ids"]))
+        return MicroBatch(
+            tokens=tokens._replace(real=0) if filler else tokens,
+            ref_log_probs_N=from_numpy(np.concatenate(_arrays(table["ref_logprobs"]))),
+            reward_B=from_numpy(table["reward"].to_numpy().copy()),
+            advantage_B=from_numpy(self.advantage[chosen]),
+            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
+            divisor=tensor(len(batch) / self.unit),
+            trajectory_B=from_numpy(chosen),
+        )
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """One array a row of a column of lists."""
+    column = column.combine_chunks()
+    flat, length = column.flatten().to_numpy(), pc.list_value_length(column).to_numpy()
+    return np.split(flat, np.cumsum(length)[:-1])
