@@ -47,6 +47,8 @@ class CLI(LightningCLI):
                 "trainer.accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which the number of "
                 "micro-batches per step follows"
             )
+        if trainer.logger is False:
+            raise InputError("trainer.logger is false, but its folder is where a run's files go; leave the logger on")
         if trainer.limit_train_batches not in (None, 1.0):
             raise InputError("trainer.limit_train_batches would cut an update in pieces; set trainer.max_steps")
         if re.search("fsdp", str(trainer.strategy), re.IGNORECASE):

@@ -63,6 +63,7 @@ def fit(policy, data, *arguments):
         (["--trainer.accumulate_grad_batches=2"], "data.microbatch_tokens"),
         (["--trainer.strategy=fsdp"], "configs/fsdp.yaml"),
         (["--trainer.strategy=lightning.pytorch.strategies.FSDPStrategy"], "configs/fsdp.yaml"),
+        (["--trainer.logger=false"], "leave the logger on"),
         (["--trainer.limit_train_batches=3"], "trainer.max_steps"),
         (["--model.loss=topr.losses.Loss"], "topr.losses.Loss"),
         (["--model.task=topr.tasks.Task"], "topr.tasks.Task"),

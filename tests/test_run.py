@@ -100,6 +100,14 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         assert f"`{name}`" in glossary, tag
 
 
+def test_a_trial_run_writes_nothing(run, setting):
+    _, arguments = setting
+    before = set(run.folder.rglob("*"))
+    code, out, err = run(train.main, "fit", *arguments, "--trainer.fast_dev_run=true")
+    assert code == 0, err
+    assert set(run.folder.rglob("*")) == before
+
+
 def test_validate_and_test_print_their_figures(run, setting):
     _, arguments = setting
     for command, metric in (("validate", "val/pass@1"), ("test", "test/pass@1")):

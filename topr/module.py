@@ -110,22 +110,18 @@ class PolicyModule(LightningModule):
         speed = self.monitor.speed.rate(self.trainer.world_size)
         self.summary |= {"steps": self.global_step, "trajectories": len(data.reward), "tokens_per_s": speed}
         self.summary |= data.shares()
-        folder = Path(self.trainer.log_dir)
-        if self.trainer.is_global_zero and self.trainer.loggers and not self.trainer.fast_dev_run:
-            export_policy(self.policy, self.tokenizer, folder / "policy")
-            with atomic(folder / "summary.json") as path:
-                path.write_text(json.dumps(self.summary, indent=2) + "\n")
+        if not self.trainer.fast_dev_run:
+            folder = Path(self.trainer.log_dir)
+            if self.trainer.is_global_zero:
+                export_policy(self.policy, self.tokenizer, folder / "policy")
+                with atomic(folder / "summary.json") as path:
+                    path.write_text(json.dumps(self.summary, indent=2) + "\n")
             self.print(f"Policy and summary.json are in {folder}.")
-        self.print(self._closing())
-
-    def _closing(self) -> str:
-        lines = []
         if "after" in self.summary:
             names = [name for name in self.summary["after"] if name not in ("problems", "samples")]
-            lines.append("test      " + "".join(f"{name:>10}" for name in names))
+            self.print("test      " + "".join(f"{name:>10}" for name in names))
             for when in ("before", "after"):
-                lines.append(f"{when:10}" + "".join(f"{self.summary[when][name]:>10.3f}" for name in names))
-        return "\n".join(lines)
+                self.print(f"{when:10}" + "".join(f"{self.summary[when][name]:>10.3f}" for name in names))
 
     def _sample(self, problems: list[Problem], n: int) -> list[Trajectory]:
         """n graded responses to each problem; every rank passes its own and gets all."""
