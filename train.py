@@ -73,7 +73,8 @@ class CLI(LightningCLI):
         if arguments is None or "save_dir" not in arguments:
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = [path for path in root.glob("version_*/checkpoints/*.ckpt") if zipfile.is_zipfile(path)]  # complete
+        found = root.glob("version_*/checkpoints/*.ckpt")  # files, or folders of shards; of both, complete ones
+        found = [path for path in found if (path / "meta.pt").is_file() or zipfile.is_zipfile(path)]
         found.sort(key=lambda path: path.stat().st_mtime)
         config.ckpt_path = str(found[-1]) if found else None
         if found:

@@ -192,19 +192,26 @@ def test_every_trajectory_of_every_epoch_is_used_once_by_whole_groups(run, tmp_p
     assert len(counts) > 1
 
 
-def test_two_ranks_make_the_update_of_one(shifted, tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_make_the_update_of_one(shifted, tmp_path, strategy):
     policy, data, _ = shifted
+    problems = ROOT / "data" / "arithmetic" / "val.jsonl"
     command = [
         sys.executable, ROOT / "train.py", "fit", "--config", ROOT / "configs" / "arithmetic.yaml", *QUIET,
         f"--model.policy={policy}", f"--data.train={data}", "--model.optimizer=torch.optim.SGD",
-        "--model.optimizer.init_args.lr=0.5", "--data.batch_size=10", "--trainer.strategy=ddp",
-        "--data.microbatch_tokens=60",
+        "--model.optimizer.init_args.lr=0.5", "--data.batch_size=10", "--data.microbatch_tokens=60",
+        f"--data.test={problems}", "--data.samples=1", "--model.sampler.init_args.rows=99",
     ]  # fmt: skip
-    for devices in (1, 2):  # batches of 10, 10 and 3: the last leaves fillers on either rank
-        more = [f"--trainer.devices={devices}", f"--trainer.logger.init_args.name=ranks{devices}"]
-        done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    two = {
+        "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
+        "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
+        + ["--trainer.strategy.init_args.data_parallel_size=2"],
+    }[strategy]
+    for name, more in (("one", []), ("two", two)):  # batches of 10, 10 and 3: the last leaves fillers on either rank
+        more = [*command, *more, f"--trainer.logger.init_args.name={name}"]
+        done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
-    folders = [tmp_path / "runs" / f"ranks{devices}" / "version_0" for devices in (1, 2)]
+    folders = [tmp_path / "runs" / name / "version_0" for name in ("one", "two")]
     one, other = (load_file(folder / "policy" / "model.safetensors") for folder in folders)
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)

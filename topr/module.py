@@ -16,10 +16,10 @@ from torch import Tensor
 from topr.evaluation import per_problem, sample_and_grade, summarise
 from topr.io import InputError, atomic
 from topr.loaders import MicroBatch
-from topr.logprobs import Tokens, response_log_probs
+from topr.logprobs import Tokens
 from topr.losses import Loss
 from topr.monitor import Monitor, gather
-from topr.policy import export_policy, load_policy, load_tokenizer, provenance
+from topr.policy import export_policy, full_state_dict, gathered, load_policy, load_tokenizer, provenance, shard
 from topr.sampling import LocalSampler, Sampler
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -60,6 +60,8 @@ class PolicyModule(LightningModule):
         """Load weights and tokenizer; called once the strategy has set the device up."""
         if self.policy is None:
             self.tokenizer, self.policy = load_tokenizer(self.policy_path), load_policy(self.policy_path).train()
+            if self.device_mesh is not None:
+                shard(self.policy, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         try:
@@ -69,7 +71,7 @@ class PolicyModule(LightningModule):
 
     def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """log pi of each response token [N] and the hidden states [N, D] that predict them."""
-        return response_log_probs(self.policy, tokens)
+        return self.policy.response_log_probs(tokens)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         log_probs_N, hidden_ND = self(batch.tokens)
@@ -112,8 +114,9 @@ class PolicyModule(LightningModule):
         self.summary |= data.shares()
         if not self.trainer.fast_dev_run:
             folder = Path(self.trainer.log_dir)
+            weights = full_state_dict(self.policy)
             if self.trainer.is_global_zero:
-                export_policy(self.policy, self.tokenizer, folder / "policy")
+                export_policy(self.policy, self.tokenizer, folder / "policy", weights)
                 with atomic(folder / "summary.json") as path:
                     path.write_text(json.dumps(self.summary, indent=2) + "\n")
             self.print(f"Policy and summary.json are in {folder}.")
@@ -127,7 +130,10 @@ class PolicyModule(LightningModule):
         """n graded responses to each problem; every rank passes its own and gets all."""
         data = self.trainer.datamodule
         seed = _seed(data.seed, self.global_step, self.global_rank)
-        local = sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
+        with gathered(self.policy):
+            local = sample_and_grade(
+                self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed
+            )
         return [trajectory for part in gather(local) for trajectory in part]
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
@@ -168,10 +174,11 @@ class PolicyModule(LightningModule):
             return
         data = self.trainer.datamodule
         seed = _seed(data.seed, batch_idx, self.global_rank)
-        trajectories = sample_and_grade(
-            self.sampler, self.policy, self.tokenizer, self.task, batch, data.samples, data.sampling, seed
-        )
-        add_log_probs(self.policy, trajectories, data.microbatch_tokens)
+        with gathered(self.policy):
+            trajectories = sample_and_grade(
+                self.sampler, self.policy, self.tokenizer, self.task, batch, data.samples, data.sampling, seed
+            )
+            add_log_probs(self.policy, trajectories, data.microbatch_tokens)
         how = vars(data.sampling) | {"samples": data.samples, "seed": data.seed}
         precision = str(self.trainer.precision)
         about = provenance(self.policy_path, self.tokenizer, precision, task=self.task.name, sampling=how, iteration=0)

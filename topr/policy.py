@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from topr.io import InputError, atomic
 from topr.logprobs import pad, response_log_probs
@@ -90,6 +94,7 @@ def load_policy(policy: str) -> nn.Module:
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
         raise InputError(f"policy {policy!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
     check_head(model, policy)
+    model.response_log_probs = MethodType(response_log_probs, model)  # a method, which FSDP2 can wrap
     return model
 
 
@@ -161,6 +166,44 @@ def provenance(policy: str, tokenizer, precision: str, **more) -> dict[str, Any]
     """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.METADATA_KEYS`."""
     fingerprints = {"tokenizer": tokenizer_fingerprint(tokenizer), "policy": policy_fingerprint(policy)}
     return {**fingerprints, "precision": precision, **more}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a policy over the devices of a mesh with FSDP2, decoder layer by decoder layer, in place.
+
+    The root's weights (embeddings, output projection) are gathered for whole calls, those of a layer for its own.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "response_log_probs")
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Whole weights of a sharded policy on every rank, so that each runs as many forwards as it needs, alone."""
+    from torch.distributed.fsdp import FSDPModule
+
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in shards:
+            module.set_reshard_after_forward(module is not model, recurse=False)  # as fully_shard sets it
+            module.reshard()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All weights on the CPU; of a sharded model on rank 0 alone, and every rank has to call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
