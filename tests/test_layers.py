@@ -8,7 +8,7 @@ from conftest import ROOT
 LAYERS = [
     {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
     {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "loaders", "sampling", "evaluation"},
-    {"monitor", "module"},
+    {"monitor", "module", "optim"},
 ]
 
 

@@ -1,0 +1,84 @@
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate, right under FSDP2."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from topr.io import InputError
+
+EPSILON = 1e-30  # added to squared gradients
+SMALLEST_SCALE = 1e-3  # of a parameter, with `scale_parameter`
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Second moments factored into rows and columns, no first moment, updates clipped at root mean square 1.
+
+    The learning rate is absolute, as the paper's 5e-7 means it: equal to transformers' `Adafactor` with
+    `scale_parameter=False, relative_step=False`. Nothing of a shard is written in place but the parameter itself, since
+    in-place operations on partial DTensors fail.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch's
+            Adafactor does.
+        weight_decay: decoupled, times the learning rate.
+
+    Raises:
+        InputError: a negative learning rate or weight decay.
+    """
+
+    def __init__(self, params: Iterable, lr: float = 5e-7, scale_parameter: bool = False, weight_decay: float = 0.0):
+        if lr < 0 or weight_decay < 0:
+            raise InputError(f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative")
+        super().__init__(params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter with a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    settings = group["lr"], group["scale_parameter"], group["weight_decay"]
+                    self._update(parameter, self.state[parameter], *settings)
+        return loss
+
+    def _update(
+        self, parameter: Tensor, state: dict[str, Tensor], lr: float, scale_parameter: bool, weight_decay: float
+    ) -> None:
+        gradient = parameter.grad.float()
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        new = state["step"].item() ** -0.8  # 1 - beta2: the first step forgets its zeros entirely
+        squared = gradient.square() + EPSILON
+        factors = {"row": squared.mean(-1), "column": squared.mean(-2)} if squared.dim() > 1 else {"both": squared}
+        for name, value in factors.items():
+            value = _whole(value) if name == "column" else value
+            state[name] = value if name not in state else state[name] * (1 - new) + value * new
+        if squared.dim() > 1:
+            row = state["row"] / _whole(state["row"].mean(-1, keepdim=True))
+            update = gradient * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
+        else:
+            update = gradient * state["both"].rsqrt()
+        update = update / _rms(update).clamp(min=1.0)
+        rate = lr
+        if scale_parameter:
+            rate = min(lr, state["step"].item() ** -0.5) * _rms(parameter).clamp(min=SMALLEST_SCALE)
+        parameter.mul_(1 - lr * weight_decay)
+        parameter.sub_(update * rate)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A mean over shards, complete on every rank."""
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    return tensor
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return _whole(tensor.float().square().mean()).sqrt()
