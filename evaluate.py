@@ -55,8 +55,11 @@ def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.samples < 1:
-        raise InputError(f"--samples is {args.samples}; it must be at least 1")
+    for name in ("samples", "rows", "threads"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise InputError(f"--{name} is {value}; it must be at least 1")
+    if args.out.is_file():
+        raise InputError(f"--out {args.out} is a file; name a folder")
     if args.threads:
         torch.set_num_threads(args.threads)
     for name, given in (("policy", args.policy), ("benchmark", [item.partition("=")[0] for item in args.benchmark])):

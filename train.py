@@ -11,11 +11,19 @@ from functools import partialmethod
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
+from jsonargparse import dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from topr.datamodule import TrajectoryDataModule
 from topr.io import InputError, command
 from topr.module import PolicyModule
+from topr.policy import first_line
+
+# a resumed run keeps them
+DECISIVE = ["model.policy", "model.task", "model.loss", "model.optimizer", "data.train", "data.batch_size"]
+DECISIVE += ["seed_everything"]
 
 
 class Parser(LightningArgumentParser):
@@ -37,6 +45,9 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would load a whole checkpoint for the hyperparameters that ours do not hold."""
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
@@ -63,8 +74,10 @@ class CLI(LightningCLI):
             )
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
-        elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
-            raise InputError(f"--ckpt_path: {config.ckpt_path} does not exist; name a checkpoint or 'last'")
+        elif config.get("ckpt_path") and not is_checkpoint(Path(config.ckpt_path)):
+            raise InputError(
+                f"--ckpt_path: {config.ckpt_path} is no checkpoint; name a .ckpt that a run wrote, or 'last'"
+            )
 
     def _resume_newest(self, config) -> None:
         """Point a run at the newest checkpoint of its name and at that checkpoint's version_N; afresh without one."""
@@ -73,13 +86,30 @@ class CLI(LightningCLI):
         if arguments is None or "save_dir" not in arguments:
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = root.glob("version_*/checkpoints/*.ckpt")  # files, or folders of shards; of both, complete ones
-        found = [path for path in found if (path / "meta.pt").is_file() or zipfile.is_zipfile(path)]
+        found = [path for path in root.glob("version_*/checkpoints/*.ckpt") if is_checkpoint(path)]
         found.sort(key=lambda path: path.stat().st_mtime)
         config.ckpt_path = str(found[-1]) if found else None
-        if found:
-            arguments.version = int(found[-1].parts[-3].removeprefix("version_"))
         print(f"resuming {found[-1]}" if found else f"no checkpoint under {root}: starting afresh")
+        if found and self.subcommand == "fit":
+            version = found[-1].parent.parent
+            texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
+            before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
+            for key in DECISIVE:
+                if before.get(key) != now.get(key):
+                    raise InputError(
+                        f"{found[-1]} comes from a run with another {key} (see {version / 'config.yaml'}); go on with "
+                        "that run's settings, or give this one a trainer.logger.init_args.name of its own"
+                    )
+            arguments.version = int(version.name.removeprefix("version_"))
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            inner = error  # the parser may have wrapped one of ours
+            while inner is not None and not isinstance(inner, InputError):
+                inner = inner.__cause__ or inner.__context__
+            raise InputError(first_line(inner or error)) from error
 
     def _run(self, command: str, **arguments) -> None:
         """Run a trainer's command; when its input turns out bad before the first update, leave no trace of it."""
@@ -87,14 +117,19 @@ class CLI(LightningCLI):
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             getattr(self.trainer, command)(**arguments)
-        except InputError:
+        except (InputError, MisconfigurationException) as error:
             if fresh and self.trainer.global_step == 0:
                 shutil.rmtree(fresh[-1], ignore_errors=True)
-            raise
+            raise InputError(first_line(error)) from error
 
     # the command line looks here before it looks at the trainer
     fit, validate = partialmethod(_run, "fit"), partialmethod(_run, "validate")
     test, predict = partialmethod(_run, "test"), partialmethod(_run, "predict")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint is complete: a zip file whose end is there, or a folder of shards with their metadata."""
+    return (path / "meta.pt").is_file() or (path.is_file() and zipfile.is_zipfile(path))
 
 
 def main() -> None:
@@ -102,6 +137,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # between Lightning and torch
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a run that is resumed
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     with command():
         CLI(
             PolicyModule,

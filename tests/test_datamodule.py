@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import make_policy, make_trajectories, write
+from lightning.pytorch.trainer.states import TrainerFn
 
 from topr.datamodule import TrajectoryDataModule
 from topr.losses import TOPR
@@ -42,7 +43,7 @@ def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1):
         max_epochs=epochs,
         max_steps=-1,
         accumulate_grad_batches=1,
-        state=SimpleNamespace(fn="fit"),
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
         lightning_module=SimpleNamespace(policy_path=str(files[0]), loss=loss),
     )
     data.prepare_data()

@@ -32,6 +32,12 @@ QUIET = [
 ]  # fmt: skip
 
 
+EVERY_STEP = [
+    "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
+    "--trainer.callbacks.init_args.every_n_train_steps=1",
+]
+
+
 def fit(run, policy, data, *arguments):
     """`train.py fit` with the shipped config on the test's own files; returns the version folder."""
     config = ["--config", ROOT / "configs" / "arithmetic.yaml"]
@@ -115,8 +121,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epoc
     policy, data, _ = shifted
     common = [
         "--data.batch_size=4", f"--trainer.max_epochs={epochs}", f"--data.microbatch_tokens={microbatch_tokens}",
-        "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
-        "--trainer.callbacks.init_args.every_n_train_steps=1",
+        *EVERY_STEP,
     ]  # fmt: skip
     whole = fit(run, policy, data, *common)
     for stop in {1: (1, 4), 2: (2, 6, 9)}[epochs]:
@@ -131,6 +136,28 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epoc
         assert folder.name == "version_0"
         one, other = (load_file(path / "policy" / "model.safetensors") for path in (whole, folder))
         assert all(torch.equal(one[key], other[key]) for key in one), stop
+
+
+def test_last_goes_on_with_no_other_run(run, shifted):
+    policy, data, _ = shifted
+    fit(run, policy, data, "--data.batch_size=4", *EVERY_STEP)
+    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET, f"--model.policy={policy}"]
+    arguments += [f"--data.train={data}", "--ckpt_path=last"]
+    before = {path: path.stat().st_mtime_ns for path in (run.folder / "runs").rglob("*")}
+    for more, words in (
+        (["--data.batch_size=4", "--config", ROOT / "configs" / "loss" / "tis.yaml"], "another model.loss"),
+        (["--data.batch_size=5"], "another data.batch_size"),
+        (["--data.batch_size=4", "--seed_everything=1"], "another seed_everything"),
+    ):
+        code, out, err = run(train.main, "fit", *arguments, *more)
+        assert code == 2 and words in err and err.splitlines()[-1].startswith("error: ")
+    assert before == {path: path.stat().st_mtime_ns for path in (run.folder / "runs").rglob("*")}
+    problems = f"--data.test={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}"
+    code, out, err = run(train.main, "test", *arguments, problems, "--data.samples=1", "--data.batch_size=4")
+    assert code == 0 and "test/pass@1" in out, err
+    (run.folder / "not.ckpt").write_text("x")
+    code, out, err = run(train.main, "fit", *arguments[:-1], "--ckpt_path=not.ckpt")
+    assert code == 2 and "is no checkpoint" in err
 
 
 @pytest.mark.parametrize("second", [40, 25, 10_000])

@@ -57,9 +57,10 @@ class TrajectoryDataModule(LightningDataModule):
         seed: int = 0,
     ):
         super().__init__()
-        for name, value in {"samples": samples, "val_samples": val_samples, "batch_size": batch_size}.items():
-            if value < 1:
-                raise InputError(f"data.{name} is {value}; it must be at least 1")
+        given = {"samples": samples, "val_samples": val_samples, "batch_size": batch_size, "num_workers": num_workers}
+        for name, value in given.items():
+            if value < (least := int(name != "num_workers")):
+                raise InputError(f"data.{name} is {value}; it must be at least {least}")
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
@@ -70,9 +71,11 @@ class TrajectoryDataModule(LightningDataModule):
         needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
             if getattr(self, name) is None:
-                raise InputError(f"data.{name} is not set; {stage} needs it")
+                raise InputError(f"data.{name} is not set; {stage.value} needs it")
         for split in ("val", "test") if stage == "fit" else needed[:1]:
             self.read_problems(split)
+        if stage == "predict" and Path(self.out).is_file():
+            raise InputError(f"data.out: {self.out} is a file; name a folder")
         if stage == "predict" and any(Path(self.out).glob("*.parquet")):
             raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
         expected = tokenizer_fingerprint(load_tokenizer(policy))

@@ -1,5 +1,6 @@
 """Import of users' files into the trajectory format."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,22 @@ def import_jsonl(
     for number, row in enumerate(rows, start=1):
         trajectory = _trajectory(row, own[row["prompt"]], tokenizer)
         length = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        if not (trajectory.prompt_ids and trajectory.response_ids and np.isfinite(np.float32(trajectory.reward))):
-            raise InputError(f"{path}, entry {number}: prompt or response is empty, or the reward not finite")
+        for name in ("prompt_ids", "response_ids"):
+            if not getattr(trajectory, name):
+                raise InputError(f"{path}, entry {number}: the {name.removesuffix('_ids')} is empty; drop the entry")
+        if not np.isfinite(np.float32(trajectory.reward)):
+            raise InputError(f"{path}, entry {number}: the reward {trajectory.reward} is not finite in float32")
         if length > context:
             raise InputError(
                 f"{path}, entry {number}: {length} tokens are more than the policy's context or --microbatch-tokens "
                 f"allow ({context}); drop the entry or raise the bound"
             )
         trajectories.append(trajectory)
+    if ignored := sorted({key for row in rows for key in row} - {*REQUIRED, *OPTIONAL}):
+        warnings.warn(f"{path}: keys that mean nothing here are ignored: {', '.join(ignored)}", stacklevel=2)
+    unknown = sum(tokenizer.unk_token_id in t.prompt_ids + t.response_ids for t in trajectories)
+    if unknown and tokenizer.unk_token_id is not None:
+        warnings.warn(f"{path}: {unknown} entries hold text that the tokenizer does not know", stacklevel=2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_policy(policy).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
@@ -93,7 +102,7 @@ def report(trajectories: list[Trajectory]) -> str:
     ]
     for name in ("prompt_ids", "response_ids"):
         low, middle, high = np.quantile([len(getattr(t, name)) for t in trajectories], [0, 0.5, 1]).astype(int)
-        lines.append(f"{name.removesuffix('_ids'):8}tokens    min {low}, median {middle}, max {high}")
+        lines.append(f"{name.removesuffix('_ids') + ' tokens':18}   min {low}, median {middle}, max {high}")
     lines.append(
         f"reward            mean {reward.mean():.3f}; share >= 0: p = {(reward >= 0).mean():.3f}, "
         f"effective share at baseline 0: {advantage_share(reward):.3f}"

@@ -38,7 +38,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
     replaceable = (path / "config.json").is_file()
     if path.is_dir() and not replaceable:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{path} cannot be written: a file stands where its folder should be") from error
     try:
         yield temporary
         if replaceable:  # a folder cannot be renamed over a folder that holds files

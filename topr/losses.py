@@ -157,7 +157,7 @@ class TOPR(Loss):
     def _truncate(self, log_ratio: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """rho, weight and truncation flag, each element under the limits of its sign."""
         both = [
-            (rho(log_ratio, a, b), truncated_ratio(log_ratio.detach(), a, b), (log_ratio.detach() > log_limit(b)))
+            (rho(log_ratio, a, b), truncated_ratio(log_ratio.detach(), a, b), log_ratio.detach() > log_limit(b) + 1e-4)
             for a, b in (self.limits_plus, self.limits_minus)
         ]
         return tuple(torch.where(positive, plus, minus).to(log_ratio.dtype) for plus, minus in zip(*both, strict=True))

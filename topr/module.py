@@ -50,6 +50,8 @@ class PolicyModule(LightningModule):
         self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
         self.sampler = sampler or LocalSampler()
         if threads is not None:
+            if threads < 1:
+                raise InputError(f"model.threads is {threads}; it must be at least 1")
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
         # kept in checkpoints: figures of the run so far; tokens and seconds of training
@@ -168,10 +170,10 @@ class PolicyModule(LightningModule):
         means = {name: float(column.mean()) for name, column in values.items()}
         return means | {"problems": problems, "samples": len(trajectories) // problems}
 
-    def predict_step(self, batch: list[Problem], batch_idx: int) -> None:
+    def predict_step(self, batch: list[Problem], batch_idx: int) -> int:
         """Sample, grade and score a batch of problems, and write them as one file of data.out."""
         if not batch:  # more ranks than problems
-            return
+            return 0
         data = self.trainer.datamodule
         seed = _seed(data.seed, batch_idx, self.global_rank)
         with gathered(self.policy):
@@ -185,6 +187,7 @@ class PolicyModule(LightningModule):
         name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
         write_trajectories(Path(data.out) / name, trajectories, about)
         self._written += len(trajectories)
+        return len(trajectories)
 
     def on_predict_start(self) -> None:
         self._written = 0
@@ -197,6 +200,8 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.summary, self.clock = checkpoint["summary"], checkpoint["clock"]
+        if self.trainer.state.fn != "fit":
+            return
         # The trainer counts micro-batches, of which another number may make a step now, and a checkpoint from a
         # validation may lie within one: go back to the last whole step, where the loader resumes as well.
         loop = checkpoint["loops"]["fit_loop"]

@@ -101,7 +101,8 @@ class Monitor:
             low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
             rank_zero_info(
                 f"{(~claimed).mean():.0%} of the first batch name another policy, or none, as the one that sampled "
-                f"them; their log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}."
+                f"them; their log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}. "
+                "If they are far from 0, model.policy is not the policy that sampled them."
             )
         if not claimed.any():
             return

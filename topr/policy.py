@@ -208,6 +208,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     with atomic(path) as folder:
         model.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)

@@ -74,6 +74,8 @@ class LocalSampler(Sampler):
     """
 
     def __init__(self, rows: int = 512):
+        if rows < 1:
+            raise InputError(f"LocalSampler: rows is {rows}; it must be at least 1")
         self.rows = rows
 
     def sample(

@@ -6,6 +6,7 @@ python -m topr.trajectories import FILE.jsonl --policy DIR --out FILE.parquet
 import argparse
 import glob
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -224,6 +225,8 @@ def resolve_files(train: str | list[str]) -> list[str]:
                 "files (train.py predict samples them, python -m topr.trajectories import converts text)"
             )
         files += found
+    if len(set(files)) < len(files):
+        raise InputError(f"data.train names {max(files, key=files.count)} twice; give every file once")
     return files
 
 
@@ -247,8 +250,9 @@ def main() -> None:
     with command():
         from topr.importing import import_jsonl, report  # it needs what this file defines
 
-        if Path(args.out).is_dir():
-            raise InputError(f"--out {args.out} is a folder; name a Parquet file")
+        if Path(args.out).is_dir() or Path(args.out).absolute() == Path(args.file).absolute():
+            raise InputError(f"--out {args.out} is a folder or the input itself; name a Parquet file of its own")
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         trajectories = import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
         print(report(trajectories))
         print(f"wrote {args.out}")

@@ -241,7 +241,7 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     base = str(out / "base")
     metadata = provenance(base, tokenizer, "32-true", task=task.name, sampling=how, iteration=0)
     write_trajectories(out / "train.parquet", trajectories, metadata)
-    print(report(trajectories))
+    print(f"{report(trajectories)}\nwrote base, problems and trajectories under {out}")
 
 
 def main() -> None:
@@ -268,6 +268,11 @@ def main() -> None:
         torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere
         task = Arithmetic(tuple(args.operations), tuple(args.operands), args.largest, args.operators)
         problems = {"train": args.train, "val": args.val, "test": args.test}
+        for name, value in {**problems, "steps": args.steps, "samples": args.samples}.items():
+            if value < 1:
+                raise InputError(f"--{name} is {value}; it must be at least 1")
+        if args.out.is_file():
+            raise InputError(f"--out {args.out} is a file; name a folder")
         make(task, args.out, args.seed, args.steps, problems, args.samples)
 
 
