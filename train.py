@@ -90,8 +90,8 @@ class CLI(LightningCLI):
         found.sort(key=lambda path: path.stat().st_mtime)
         config.ckpt_path = str(found[-1]) if found else None
         print(f"resuming {found[-1]}" if found else f"no checkpoint under {root}: starting afresh")
-        if found and self.subcommand == "fit":
-            version = found[-1].parent.parent
+        version = found[-1].parent.parent if found else root
+        if self.subcommand == "fit" and (version / "config.yaml").is_file():
             texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
             before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
             for key in DECISIVE:

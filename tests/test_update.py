@@ -32,6 +32,7 @@ QUIET = [
 ]  # fmt: skip
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 EVERY_STEP = [
     "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
     "--trainer.callbacks.init_args.every_n_train_steps=1",
@@ -81,15 +82,16 @@ def shifted(tmp_path_factory):
     return policy, write(folder / "train.parquet", policy, trajectories, policy="another"), trajectories
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 @pytest.mark.parametrize("microbatch_tokens", [10_000, 50])
 @pytest.mark.parametrize("loss", LIMITS)
-def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, microbatch_tokens):
+def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, microbatch_tokens, accelerator):
     policy, data, trajectories = shifted
     lr = 8.0
     folder = fit(
         run, policy, data, "--config", ROOT / "configs" / "loss" / f"{loss}.yaml", "--model.optimizer=torch.optim.SGD",
         f"--model.optimizer.init_args.lr={lr}", "--trainer.gradient_clip_val=null",
-        f"--data.microbatch_tokens={microbatch_tokens}",
+        f"--data.microbatch_tokens={microbatch_tokens}", f"--trainer.accelerator={accelerator}",
     )  # fmt: skip
     expected = expected_gradient(policy, trajectories, LIMITS[loss])
     for name, moved in movement(policy, folder).items():
