@@ -9,13 +9,8 @@ import torch
 
 from topr import tasks
 from topr.evaluation import per_problem, sample_and_grade, summarise, table
-from topr.io import InputError, atomic, command
-from topr.policy import (
-    load_policy,
-    load_tokenizer,
-    provenance,
-    resolve_policy,
-)
+from topr.io import InputError, atomic, check_counts, check_folder, command
+from topr.policy import load_policy, load_tokenizer, provenance, resolve_policy
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -55,11 +50,8 @@ def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("samples", "rows", "threads"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise InputError(f"--{name} is {value}; it must be at least 1")
-    if args.out.is_file():
-        raise InputError(f"--out {args.out} is a file; name a folder")
+    check_counts("--", samples=args.samples, rows=args.rows, threads=args.threads)
+    check_folder("--out", args.out)
     if args.threads:
         torch.set_num_threads(args.threads)
     for name, given in (("policy", args.policy), ("benchmark", [item.partition("=")[0] for item in args.benchmark])):

@@ -17,9 +17,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from topr.datamodule import TrajectoryDataModule
-from topr.io import InputError, command
+from topr.io import InputError, command, first_line
 from topr.module import PolicyModule
-from topr.policy import first_line
 
 # a resumed run keeps them
 DECISIVE = ["model.policy", "model.task", "model.loss", "model.optimizer", "data.train", "data.batch_size"]
@@ -138,7 +137,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # between Lightning and torch
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a run that is resumed
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     with command():
         CLI(
             PolicyModule,

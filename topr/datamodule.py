@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from topr.io import InputError
+from topr.io import InputError, check_counts, check_folder
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
@@ -57,10 +57,8 @@ class TrajectoryDataModule(LightningDataModule):
         seed: int = 0,
     ):
         super().__init__()
-        given = {"samples": samples, "val_samples": val_samples, "batch_size": batch_size, "num_workers": num_workers}
-        for name, value in given.items():
-            if value < (least := int(name != "num_workers")):
-                raise InputError(f"data.{name} is {value}; it must be at least {least}")
+        check_counts("data.", samples=samples, val_samples=val_samples, batch_size=batch_size)
+        check_counts("data.", least=0, num_workers=num_workers)
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
@@ -74,10 +72,10 @@ class TrajectoryDataModule(LightningDataModule):
                 raise InputError(f"data.{name} is not set; {stage.value} needs it")
         for split in ("val", "test") if stage == "fit" else needed[:1]:
             self.read_problems(split)
-        if stage == "predict" and Path(self.out).is_file():
-            raise InputError(f"data.out: {self.out} is a file; name a folder")
-        if stage == "predict" and any(Path(self.out).glob("*.parquet")):
-            raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
+        if stage == "predict":
+            check_folder("data.out:", self.out)
+            if any(Path(self.out).glob("*.parquet")):
+                raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
         expected = tokenizer_fingerprint(load_tokenizer(policy))
         vocabulary, context = vocabulary_and_context(policy)
         for path, metadata in zip(self.files, self.metadata, strict=True) if stage == "fit" else ():

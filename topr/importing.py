@@ -62,7 +62,7 @@ def import_jsonl(
     if ignored := sorted({key for row in rows for key in row} - {*REQUIRED, *OPTIONAL}):
         warnings.warn(f"{path}: keys that mean nothing here are ignored: {', '.join(ignored)}", stacklevel=2)
     unknown = sum(tokenizer.unk_token_id in t.prompt_ids + t.response_ids for t in trajectories)
-    if unknown and tokenizer.unk_token_id is not None:
+    if unknown:
         warnings.warn(f"{path}: {unknown} entries hold text that the tokenizer does not know", stacklevel=2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_policy(policy).to(device)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,35 @@ class InputError(ValueError):
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Turn an `InputError` into its sentence on standard error and exit code 2."""
+    """Turn an `InputError` into its sentence on standard error and exit code 2, a warning into one without source."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         yield
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message, for use inside one of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_counts(prefix: str, least: int = 1, **counts: int | None) -> None:
+    """Refuse counts below `least`; None stands for a default.
+
+    Raises:
+        InputError: the first that is too small, named with its prefix.
+    """
+    for name, value in counts.items():
+        if value is not None and value < least:
+            raise InputError(f"{prefix}{name} is {value}; it must be at least {least}")
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Refuse a file where a folder is to be written, before the work starts."""
+    if Path(path).is_file():
+        raise InputError(f"{name} {path} is a file; name a folder")
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from topr.losses import advantage_share
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased chance that one of k responses is correct, from c correct among n: 1 - C(n-c, k) / C(n, k).
@@ -75,7 +77,7 @@ def training_statistics(rows: dict[str, np.ndarray]) -> dict[str, float]:
         "train/objective": rows["objective"].mean(),
         "train/reward": rows["reward"].mean(),
         "train/positive_share": positive.mean(),
-        "train/effective_positive_share": advantage[positive].sum() / max(np.abs(advantage).sum(), 1e-12),
+        "train/effective_positive_share": advantage_share(advantage),
         "weight/effective_sample_size": weight.sum() ** 2 / max((weight**2).sum() * len(weight), 1e-12),
         "gradient/positive_share": rows["gradient"][positive].sum() / max(rows["gradient"].sum(), 1e-45),
     }

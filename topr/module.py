@@ -14,7 +14,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from topr.evaluation import per_problem, sample_and_grade, summarise
-from topr.io import InputError, atomic
+from topr.io import InputError, atomic, check_counts
 from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
 from topr.losses import Loss
@@ -49,9 +49,8 @@ class PolicyModule(LightningModule):
         super().__init__()
         self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
         self.sampler = sampler or LocalSampler()
+        check_counts("model.", threads=threads)
         if threads is not None:
-            if threads < 1:
-                raise InputError(f"model.threads is {threads}; it must be at least 1")
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
         # kept in checkpoints: figures of the run so far; tokens and seconds of training
@@ -130,13 +129,15 @@ class PolicyModule(LightningModule):
 
     def _sample(self, problems: list[Problem], n: int) -> list[Trajectory]:
         """n graded responses to each problem; every rank passes its own and gets all."""
-        data = self.trainer.datamodule
-        seed = _seed(data.seed, self.global_step, self.global_rank)
         with gathered(self.policy):
-            local = sample_and_grade(
-                self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed
-            )
+            local = self._responses(problems, n, self.global_step)
         return [trajectory for part in gather(local) for trajectory in part]
+
+    def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:
+        """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
+        data = self.trainer.datamodule
+        seed = _seed(data.seed, moment, self.global_rank)
+        return sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))
@@ -175,21 +176,20 @@ class PolicyModule(LightningModule):
         if not batch:  # more ranks than problems
             return 0
         data = self.trainer.datamodule
-        seed = _seed(data.seed, batch_idx, self.global_rank)
         with gathered(self.policy):
-            trajectories = sample_and_grade(
-                self.sampler, self.policy, self.tokenizer, self.task, batch, data.samples, data.sampling, seed
-            )
+            trajectories = self._responses(batch, data.samples, batch_idx)
             add_log_probs(self.policy, trajectories, data.microbatch_tokens)
-        how = vars(data.sampling) | {"samples": data.samples, "seed": data.seed}
-        precision = str(self.trainer.precision)
-        about = provenance(self.policy_path, self.tokenizer, precision, task=self.task.name, sampling=how, iteration=0)
         name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
-        write_trajectories(Path(data.out) / name, trajectories, about)
+        write_trajectories(Path(data.out) / name, trajectories, self._about)
         self._written += len(trajectories)
         return len(trajectories)
 
     def on_predict_start(self) -> None:
+        data, precision = self.trainer.datamodule, str(self.trainer.precision)
+        how = vars(data.sampling) | {"samples": data.samples, "seed": data.seed}
+        self._about = provenance(
+            self.policy_path, self.tokenizer, precision, task=self.task.name, sampling=how, iteration=0
+        )
         self._written = 0
 
     def on_predict_end(self) -> None:

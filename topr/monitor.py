@@ -106,7 +106,7 @@ class Monitor:
             )
         if not claimed.any():
             return
-        scored = {file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own}
+        scored = {file["precision"] or "32-true" for file, ours in zip(files, claimed, strict=True) if ours}
         exact = scored | {str(self.module.trainer.precision)} == {"32-true"}
         drift = size if exact else size / rows["length"]
         found = (np.max if exact else np.median)(drift[claimed])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from topr.io import InputError, atomic
+from topr.io import InputError, atomic, first_line
 from topr.logprobs import pad, response_log_probs
 
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # never pickled weights, never code
@@ -31,10 +31,9 @@ def resolve_policy(policy: str) -> Path:
         try:
             folder = Path(snapshot_download(policy, allow_patterns=FILES))
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise InputError(
-                f"policy {policy!r} is neither a folder nor a model that the hub delivers ({reason}); give the path "
-                "of a Hugging Face model folder or a hub name such as meta-llama/Meta-Llama-3-8B-Instruct"
+                f"policy {policy!r} is neither a folder nor a model that the hub delivers ({first_line(error)}); "
+                "give the path of a Hugging Face model folder or a hub name such as meta-llama/Meta-Llama-3-8B-Instruct"
             ) from error
     missing = "config.json" if not (folder / "config.json").is_file() else ""
     missing = missing or ("*.safetensors" if not any(folder.glob("*.safetensors")) else "")
@@ -216,8 +215,3 @@ def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str,
         tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):  # they are written for their owner alone
             weights.chmod((folder / "config.json").stat().st_mode)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's message, for use inside one of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

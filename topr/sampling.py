@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from topr.io import InputError
+from topr.io import InputError, check_counts
 from topr.policy import end_tokens
 
 
@@ -74,8 +74,7 @@ class LocalSampler(Sampler):
     """
 
     def __init__(self, rows: int = 512):
-        if rows < 1:
-            raise InputError(f"LocalSampler: rows is {rows}; it must be at least 1")
+        check_counts("LocalSampler: ", rows=rows)
         self.rows = rows
 
     def sample(

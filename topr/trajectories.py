@@ -6,7 +6,6 @@ python -m topr.trajectories import FILE.jsonl --policy DIR --out FILE.parquet
 import argparse
 import glob
 import json
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import nn
 
-from topr.io import InputError, atomic, command
+from topr.io import InputError, atomic, command, first_line
 from topr.logprobs import score
 
 SCHEMA_VERSION = 1
@@ -98,7 +97,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path} is no readable Parquet file ({str(error).splitlines()[0]})") from error
+        raise InputError(f"{path} is no readable Parquet file ({first_line(error)})") from error
     for field in SCHEMA:
         if field.name not in schema.names:
             raise InputError(
@@ -138,7 +137,7 @@ def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
         try:
             table = pa.Table.from_batches([batch]).cast(pa.schema([field.with_nullable(True) for field in SCHEMA]))
         except pa.ArrowException as error:
-            raise InputError(f"{path}, rows {row} to {row + len(batch) - 1}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{path}, rows {row} to {row + len(batch) - 1}: {first_line(error)}") from error
         for index, problem in _problems(table, vocabulary, max_tokens):
             prompt_id = table["prompt_id"][index].as_py()
             raise InputError(f"{path}, row {row + index} (prompt {prompt_id!r}): {problem}")
@@ -252,7 +251,6 @@ def main() -> None:
 
         if Path(args.out).is_dir() or Path(args.out).absolute() == Path(args.file).absolute():
             raise InputError(f"--out {args.out} is a folder or the input itself; name a Parquet file of its own")
-        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         trajectories = import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
         print(report(trajectories))
         print(f"wrote {args.out}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topr.io import InputError, atomic, command
+from topr.io import InputError, atomic, check_counts, check_folder, command
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task
 
@@ -268,11 +268,8 @@ def main() -> None:
         torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere
         task = Arithmetic(tuple(args.operations), tuple(args.operands), args.largest, args.operators)
         problems = {"train": args.train, "val": args.val, "test": args.test}
-        for name, value in {**problems, "steps": args.steps, "samples": args.samples}.items():
-            if value < 1:
-                raise InputError(f"--{name} is {value}; it must be at least 1")
-        if args.out.is_file():
-            raise InputError(f"--out {args.out} is a file; name a folder")
+        check_counts("--", **problems, steps=args.steps, samples=args.samples)
+        check_folder("--out", args.out)
         make(task, args.out, args.seed, args.steps, problems, args.samples)
 
 
