@@ -45,7 +45,7 @@ def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[
         raise InputError(f"--benchmark {name!r} is unknown; choose from {', '.join(BENCHMARKS)}, optionally =FILE")
     task, default = BENCHMARKS[name]
     task = getattr(tasks, task)()
-    given = {key: value for key in vars(task.sampling) if (value := getattr(args, key)) is not None}
+    given = {key: value for key in vars(task.sampling) if (value := getattr(args, key, None)) is not None}
     return name, task, task.problems(file or default), replace(task.sampling, **given)
 
 

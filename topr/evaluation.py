@@ -6,7 +6,9 @@ from itertools import groupby
 import numpy as np
 from torch import nn
 
+from topr.io import InputError
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
+from topr.policy import encode_prompt
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import Trajectory
@@ -23,16 +25,24 @@ def sample_and_grade(
     seed: int,
 ) -> list[Trajectory]:
     """n graded responses to each problem, one problem after the other, `ref_logprobs` still empty."""
-    texts = [task.prompt(problem, tokenizer) for problem in problems]
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
+    ids = [prompt_ids for _, prompt_ids in prompts]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    for problem, prompt_ids in zip(problems, ids, strict=True):
+        if len(prompt_ids) + sampling.max_new_tokens > context:
+            raise InputError(
+                f"problem {problem.id!r}: its prompt of {len(prompt_ids)} tokens and max_new_tokens = "
+                f"{sampling.max_new_tokens} exceed the policy's context of {context}; lower max_new_tokens or drop it"
+            )
     trajectories = []
-    for problem, text, prompt_ids, responses in zip(
-        problems, texts, prompts, sampler.sample(model, tokenizer, prompts, n, sampling, seed), strict=True
+    for problem, (text, prompt_ids), responses in zip(
+        problems, prompts, sampler.sample(model, tokenizer, ids, n, sampling, seed), strict=True
     ):
         for response in responses:
-            ids = response.ids[:-1] if response.finished else response.ids
-            answer = tokenizer.decode(ids)  # special tokens in its midst stay: they were sampled, and spoil an answer
-            grade = task.grade(answer, problem.gold)
+            own = response.ids[:-1] if response.finished else response.ids
+            answer = tokenizer.decode(own)  # special tokens in its midst stay: they were sampled, and spoil an answer
+            graded = min((answer.partition(stop)[0] for stop in sampling.stop), key=len, default=answer)
+            grade = task.grade(graded, problem.gold)
             if task.requires_end and not response.finished:
                 grade = Grade(-1.0, False, None)
             trajectories.append(
@@ -46,7 +56,7 @@ def sample_and_grade(
                     ref_logprobs=[],
                     reward=grade.reward,
                     finished=response.finished,
-                    valid=grade.valid,
+                    valid=grade.valid if grade.judged else None,
                     answer=grade.answer,
                     gold=problem.gold,
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from topr.io import InputError, load_jsonl
+from topr.io import InputError, load_rows
 from topr.losses import advantage_share
 from topr.policy import load_policy, load_tokenizer, provenance, vocabulary_and_context
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -41,7 +41,7 @@ def import_jsonl(
     Raises:
         InputError: a line is malformed, empty, or longer than the policy's context.
     """
-    rows, tokenizer = load_jsonl(path, REQUIRED, OPTIONAL), load_tokenizer(policy)
+    rows, tokenizer = load_rows(path, REQUIRED, OPTIONAL), load_tokenizer(policy)
     context = min(microbatch_tokens, vocabulary_and_context(policy)[1])
     own = {prompt: f"prompt-{i}" for i, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
     trajectories = []

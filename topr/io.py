@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -79,35 +80,74 @@ def atomic(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def load_jsonl(
-    path: str | Path, required: dict[str, tuple[type, ...]], optional: dict[str, tuple[type, ...]] | None = None
+def load_rows(
+    source: str | Path, required: dict[str, tuple[type, ...]], optional: dict[str, tuple[type, ...]] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file, each an object whose keys have one of the given types; optional ones may be null.
+    """Rows of a JSON-lines or Parquet file, or of a hub data set written `owner/name[/config]:split`.
+
+    Args:
+        source: the file or the data set; a split may be a slice, `openai/gsm8k/main:train[:100]`.
+        required: keys that every row holds, with the types of their values.
+        optional: keys that may be absent or null.
 
     Raises:
-        InputError: the file or a line is not that, named by its number.
+        InputError: it cannot be read, or a row is not that, named by its number.
     """
+    path, hub = Path(source), re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?:(\w+(?:\[.*\])?)", str(source))
+    if hub and not path.exists():
+        numbered, kind = enumerate(_hub_rows(str(source), *hub.groups()), start=1), "row"
+    elif path.suffix == ".parquet":
+        numbered, kind = enumerate(_parquet_rows(path), start=1), "row"
+    else:
+        numbered, kind = _json_rows(path), "line"
+    rows = []
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise InputError(f"{source}, {kind} {number}: expected a JSON object, found {type(row).__name__}")
+        for key, types in {**required, **(optional or {})}.items():
+            if not isinstance(row.get(key), types) and (key in required or row.get(key) is not None):
+                names = " or ".join(kind.__name__ for kind in types)
+                found = f"{type(row[key]).__name__}" if key in row else "nothing"
+                raise InputError(f"{source}, {kind} {number}: key {key!r} must hold {names}, found {found}")
+        rows.append(row)
+    if not rows:
+        raise InputError(f"{source} holds no {kind}")
+    return rows
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 within a string
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 within a string
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as JSON lines: {error}") from error
-    rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is JSON, but no text
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: no JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-        for key, types in {**required, **(optional or {})}.items():
-            if not isinstance(row.get(key), types) and (key in required or row.get(key) is not None):
-                names = " or ".join(kind.__name__ for kind in types)
-                found = f"{type(row[key]).__name__}" if key in row else "nothing"
-                raise InputError(f"{path}, line {number}: key {key!r} must hold {names}, found {found}")
-        rows.append(row)
-    if not rows:
-        raise InputError(f"{path} holds no line")
-    return rows
+        yield number, row
+
+
+def _parquet_rows(path: Path) -> list[dict]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise InputError(f"{path} is no readable Parquet file ({first_line(error)})") from error
+
+
+def _hub_rows(source: str, name: str, config: str | None, split: str) -> list[dict]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, config, split=split).to_list()
+    except Exception as error:  # whatever the library makes of a network, a name or a split
+        raise InputError(
+            f"{source} is no file, and the hub does not deliver it as owner/name[/config]:split ({first_line(error)})"
+        ) from error

@@ -63,6 +63,21 @@ def load_tokenizer(policy: str):
     return tokenizer
 
 
+def encode_prompt(prompt: str | list[dict[str, str]], tokenizer) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt: plain text with special tokens, chat messages by the tokenizer's template.
+
+    Raises:
+        InputError: there is no template for the messages, or it refuses them.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer(prompt)["input_ids"]
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs and raise what they like
+        raise InputError(f"chat messages do not fit the tokenizer's chat template: {first_line(error)}") from error
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+
+
 def load_policy(policy: str) -> nn.Module:
     """A policy's model with float32 weights and dropout off.
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ class Sampling:
         top_k: sample from the k likeliest tokens only; 0 turns it off.
         top_p: sample from the likeliest tokens that hold this probability; 1 turns it off.
         max_new_tokens: longest response, its end token included.
+        stop: texts that end a response; what follows one is neither sampled nor graded.
 
     Raises:
         InputError: a value lies outside its range.
@@ -31,6 +32,7 @@ class Sampling:
     top_k: int = 500
     top_p: float = 1.0
     max_new_tokens: int = 512
+    stop: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1):
@@ -38,6 +40,8 @@ class Sampling:
                 f"{self}: temperature and top_k must be at least 0, top_p above 0 and at most 1, max_new_tokens at "
                 "least 1"
             )
+        if not all(self.stop):
+            raise InputError(f"{self}: an empty text in stop would end every response")
 
 
 class Response(NamedTuple):
@@ -92,6 +96,7 @@ class LocalSampler(Sampler):
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad,
+            stop_strings=sampling.stop or None,
         )
         device = next(model.parameters()).device
         # prompts of one length stand together, so that little is padded
@@ -102,9 +107,11 @@ class LocalSampler(Sampler):
             for start in range(0, len(order), self.rows):
                 rows = order[start : start + self.rows]
                 ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
-                output = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
-                for i, sampled in zip(rows, output.tolist(), strict=True):
-                    responses[i].append(_cut(sampled, ends))
+                output = model.generate(
+                    ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer if sampling.stop else None
+                )
+                for i, sampled in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
+                    responses[i].append(_cut(sampled, ends, sampling.stop, tokenizer))
         return responses
 
 
@@ -130,9 +137,10 @@ def _pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> tuple
     return ids, mask
 
 
-def _cut(ids: list[int], ends: set[int]) -> Response:
-    """The response up to and including its first end token; what `generate` put behind it was not sampled."""
-    for position, token in enumerate(ids):
-        if token in ends:
-            return Response(ids[: position + 1], True)
-    return Response(ids, False)
+def _cut(ids: list[int], ends: set[int], stop: list[str], tokenizer) -> Response:
+    """The response up to its first end token or the token that completes a stop text; the rest was not sampled."""
+    length = next((position + 1 for position, token in enumerate(ids) if token in ends), len(ids))
+    if any(text in tokenizer.decode(ids[:length]) for text in stop):
+        stopped = (n for n in range(1, length + 1) if any(text in tokenizer.decode(ids[:n]) for text in stop))
+        length = next(stopped)
+    return Response(ids[:length], ids[length - 1] in ends)

@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from topr.io import InputError, load_jsonl
+from topr.io import InputError, load_rows
 from topr.sampling import Sampling
 
 
@@ -16,6 +17,7 @@ class Grade(NamedTuple):
     reward: float  # +1 correct, -1 incorrect
     valid: bool  # an answer could be read from it
     answer: str | None  # that answer in canonical form, equal for equal answers; None if invalid
+    judged: bool = True  # False: the grader ran out of time or failed, and the reward is -1 for want of better
 
 
 @dataclass
@@ -33,24 +35,41 @@ class Task(ABC):
     name: str = "task"
     requires_end = False  # whether a response cut by the length limit is invalid whatever it says
     sampling = Sampling()  # how evaluate.py samples
+    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}  # what each row of the problems holds
 
-    def problems(self, path: str | Path) -> list[Problem]:
-        """Problems from JSON lines `{"prompt": …, "gold": …}`, `id` optional (the line's number).
+    def problems(self, source: str | Path) -> list[Problem]:
+        """Problems from a file or a hub data set (see `load_rows`), made from rows by `problem`.
 
         Raises:
-            InputError: the file is missing or malformed, or an id occurs twice.
+            InputError: the source is missing or malformed, or an id occurs twice.
         """
-        rows = load_jsonl(path, {"prompt": (str,), "gold": (str,)})
-        problems = [Problem(str(row.get("id", i)), row["prompt"], row["gold"]) for i, row in enumerate(rows)]
+        problems = [self.problem(row, number) for number, row in enumerate(load_rows(source, self.columns))]
         twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
         if twice:
-            raise InputError(f"{path}: id {twice[0]!r} stands for several problems; make ids unique")
+            raise InputError(f"{source}: id {twice[0]!r} stands for several problems; make ids unique")
         return problems
 
-    def prompt(self, problem: Problem, tokenizer) -> str:
-        """The text that the policy continues; it is tokenised with special tokens."""
+    def problem(self, row: dict[str, Any], number: int) -> Problem:
+        """A problem from a row: `{"prompt": …, "gold": …}`, `id` optional (the row's number, from 0)."""
+        return Problem(str(row.get("id", number)), row["prompt"], row["gold"])
+
+    def prompt(self, problem: Problem, tokenizer) -> str | list[dict[str, str]]:
+        """The text that the policy continues, or chat messages that it answers; see `encode_prompt`."""
         return problem.prompt
 
     @abstractmethod
     def grade(self, response: str, gold: str) -> Grade:
         """Grade a response, without its end token, against the reference answer. Never executes model output."""
+
+
+def ask(question: str, instruction: str, examples: Sequence[tuple[str, str]], tokenizer) -> str | list[dict[str, str]]:
+    """A prompt for a question: chat messages where the tokenizer has a chat template, worked examples elsewhere."""
+    if tokenizer.chat_template is not None:
+        return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
+    worked = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in examples)
+    return f"{instruction}\n\n{worked}Question: {question}\nAnswer:"
+
+
+def after_thinking(response: str) -> str:
+    """What a reasoning model says after its thoughts."""
+    return response.rpartition("</think>")[2]
