@@ -56,7 +56,7 @@ def sample_and_grade(
                     ref_logprobs=[],
                     reward=grade.reward,
                     finished=response.finished,
-                    valid=grade.valid if grade.judged else None,
+                    valid=grade.valid,
                     answer=grade.answer,
                     gold=problem.gold,
                 )

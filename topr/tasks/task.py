@@ -15,9 +15,8 @@ class Grade(NamedTuple):
     """Verdict on one response."""
 
     reward: float  # +1 correct, -1 incorrect
-    valid: bool  # an answer could be read from it
+    valid: bool | None  # an answer could be read from it; None: the grader ran out of time, and the reward is -1
     answer: str | None  # that answer in canonical form, equal for equal answers; None if invalid
-    judged: bool = True  # False: the grader ran out of time or failed, and the reward is -1 for want of better
 
 
 @dataclass
