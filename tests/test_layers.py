@@ -7,7 +7,7 @@ from conftest import ROOT
 
 LAYERS = [
     {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
-    {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "loaders", "sampling", "evaluation"},
+    {"tasks", "tasks.task", "tasks.arithmetic", "tasks.gsm8k", "datamodule", "loaders", "sampling", "evaluation"},
     {"monitor", "module", "optim"},
 ]
 

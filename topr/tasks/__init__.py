@@ -4,8 +4,8 @@ from importlib import import_module
 
 from topr.tasks.task import Grade, Problem, Task
 
-__all__ = ["Arithmetic", "Grade", "Problem", "Task"]
-MODULES = {"Arithmetic": "arithmetic"}
+__all__ = ["GSM8K", "Arithmetic", "Grade", "Problem", "Task"]
+MODULES = {"Arithmetic": "arithmetic", "GSM8K": "gsm8k"}
 
 
 def __getattr__(name: str):
