@@ -1,21 +1,29 @@
 """Evaluate policies on benchmarks: `python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic`."""
 
 import argparse
+import hashlib
 import json
+import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from topr import tasks
-from topr.evaluation import per_problem, sample_and_grade, summarise, table
+from topr.evaluation import describe, figure, missing_parts, per_problem, sample_part, summarise, table
 from topr.io import InputError, atomic, check_counts, check_folder, command
-from topr.policy import load_policy, load_tokenizer, provenance, resolve_policy
+from topr.policy import load_policy, load_tokenizer, provenance
 from topr.sampling import LocalSampler, Sampling
+from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.task import Problem, Task
-from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+from topr.trajectories import Trajectory, read_trajectories, write_trajectories
 
-BENCHMARKS = {"arithmetic": ("Arithmetic", "data/arithmetic/test.jsonl")}
+# name: task, its problems, the verifier of its solutions
+BENCHMARKS = {
+    "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
+    "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -26,16 +34,27 @@ def parse() -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="NAME[=FILE]",
-        help=f"{', '.join(BENCHMARKS)}; FILE replaces the benchmark's own problems",
+        help=f"{', '.join(BENCHMARKS)}; FILE, or a hub data set, replaces the benchmark's own problems",
     )
     parser.add_argument("--samples", type=int, default=16, help="responses per problem (default 16)")
+    parser.add_argument("--k", type=int, nargs="+", help="for pass@k and maj@k (default: the samples)")
+    parser.add_argument("--verifier", help="policy that weighs the votes of weighted@k")
+    parser.add_argument("--critiques", type=int, default=4, help="of the verifier, per response (default 4)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder to write (default results)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the intervals (default 0)")
+    parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
     for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("max_new_tokens", int)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of sampling, in place of the benchmark's")
+    parser.add_argument("--stop", nargs="*", help="texts that end a response, in place of the benchmark's")
     parser.add_argument("--rows", type=int, default=512, help="responses generated side by side (default 512)")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one scoring forward")
+    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; 1 is fastest for a tiny model")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.greedy:
+        args.temperature, args.samples = 0.0, 1
+    args.k = sorted(set(args.k or [args.samples]))
+    return args
 
 
 def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[Problem], Sampling]:
@@ -43,66 +62,94 @@ def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[
     name, _, file = argument.partition("=")
     if name not in BENCHMARKS:
         raise InputError(f"--benchmark {name!r} is unknown; choose from {', '.join(BENCHMARKS)}, optionally =FILE")
-    task, default = BENCHMARKS[name]
-    task = getattr(tasks, task)()
-    given = {key: value for key in vars(task.sampling) if (value := getattr(args, key, None)) is not None}
+    task, default, _ = BENCHMARKS[name]
+    given = {key: value for key in vars(task.sampling) if (value := getattr(args, key)) is not None}
     return name, task, task.problems(file or default), replace(task.sampling, **given)
 
 
+@lru_cache(maxsize=1)  # one policy at a time in memory
+def loaded(policy: str):
+    """The policy on the device."""
+    return load_policy(policy).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def responses(
+    policy: str, name: str, task: Task, problems: list[Problem], n: int, sampling: Sampling, args: argparse.Namespace
+) -> list[Trajectory]:
+    """n responses to each problem: those that lie under --out/responses, and newly sampled ones where they do not."""
+    tokenizer = load_tokenizer(policy)
+    about = describe(policy, tokenizer, args.precision, task, problems, n, sampling, args.seed)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    folder = args.out / "responses" / f"{name}-{digest}"
+    for path, part in tqdm(missing_parts(folder, problems, about), desc=f"{policy} on {name}", disable=None):
+        model = loaded(policy)
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, args.precision == "bf16-mixed"):
+            how = n, sampling, args.seed, args.microbatch_tokens
+            sample_part(path, about, LocalSampler(args.rows), model, tokenizer, task, part, *how)
+    return [row for path in sorted(folder.glob("part-*.parquet")) for row in read_trajectories(path)]
+
+
+def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -> list[float]:
+    """The verifier's weight of each response."""
+    task = BENCHMARKS[name][2]
+    problems = task.candidates(candidates)
+    critiques = responses(args.verifier, f"{name}-verifier", task, problems, args.critiques, task.sampling, args)
+    return [
+        task.weight(critiques[start : start + args.critiques]) for start in range(0, len(critiques), args.critiques)
+    ]
+
+
 def run(args: argparse.Namespace) -> None:
-    check_counts("--", samples=args.samples, rows=args.rows, threads=args.threads)
+    counts = {"samples": args.samples, "rows": args.rows, "threads": args.threads, "critiques": args.critiques}
+    check_counts("--", **counts, k=args.k[0], microbatch_tokens=args.microbatch_tokens)
+    if args.k[-1] > args.samples:
+        raise InputError(f"--k {args.k[-1]} is more than the --samples {args.samples} of each problem; raise --samples")
     check_folder("--out", args.out)
     if args.threads:
         torch.set_num_threads(args.threads)
     for name, given in (("policy", args.policy), ("benchmark", [item.partition("=")[0] for item in args.benchmark])):
         if len(set(given)) < len(given):
             raise InputError(f"--{name} names {max(given, key=given.count)!r} twice; give each once")
-    for policy in args.policy:  # everything is found before the first response is sampled
-        resolve_policy(policy)
+    for policy in args.policy + [args.verifier] * (args.verifier is not None):
+        load_tokenizer(policy)  # everything is found before the first response is sampled
     benchmarks = [benchmark(argument, args) for argument in args.benchmark]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sampled = {
+        (policy, name): responses(policy, name, task, problems, args.samples, sampling, args)
+        for policy in args.policy
+        for name, task, problems, sampling in benchmarks
+    }
     results: dict[str, dict] = {}
-    responses: list[Trajectory] = []
     first: dict[str, dict] = {}  # the first policy's values of each problem, by benchmark
-    for policy in args.policy:
-        model, tokenizer = load_policy(policy).to(device), load_tokenizer(policy)
-        for name, task, problems, sampling in benchmarks:
-            rows = sample_and_grade(
-                LocalSampler(args.rows), model, tokenizer, task, problems, args.samples, sampling, args.seed
-            )
-            add_log_probs(model, rows, microbatch_tokens=16384)
-            values = per_problem(rows)
-            summary = summarise(values, args.seed)
-            result = {"problems": len(problems), "samples": args.samples, **summary}
-            results.setdefault(policy, {})[name] = result
-            if name in first:  # the same problems: differences are paired
-                paired = {metric: values[metric] - first[name][metric] for metric in values}
-                result["difference"] = summarise(paired, args.seed)
-            first.setdefault(name, values)
-            for row in rows:
-                row.group = f"{policy}/{name}/{row.prompt_id}"
-            responses += rows
-            print(f"{policy} on {name}: pass@1 {summary['pass@1']['mean']:.3f}", flush=True)
-    write(args, results, responses, tokenizer)
+    for (policy, name), rows in sampled.items():
+        values = per_problem(rows, args.k, weights(name, rows, args) if args.verifier else None)
+        result = {"problems": len(values["pass@1"]), "samples": args.samples, **summarise(values, args.seed)}
+        results.setdefault(policy, {})[name] = result
+        if name in first:  # the same problems: differences are paired
+            paired = {metric: values[metric] - first[name][metric] for metric in values if metric in first[name]}
+            result["difference"] = summarise(paired, args.seed)
+        first.setdefault(name, values)
+        for row in rows:
+            row.group = f"{policy}/{name}/{row.prompt_id}"
+    write(args, results, [row for rows in sampled.values() for row in rows])
 
 
-def write(args: argparse.Namespace, results: dict[str, dict], responses: list[Trajectory], tokenizer) -> None:
-    """results.json, results.md and responses.parquet."""
-    rows = {f"{policy}, {name}": row for policy, named in results.items() for name, row in named.items()}
-    markdown = table(rows) + (
+def write(args: argparse.Namespace, results: dict[str, dict], rows: list[Trajectory]) -> None:
+    """results.json, results.md, results.png and responses.parquet."""
+    labelled = {f"{policy}, {name}": row for policy, named in results.items() for name, row in named.items()}
+    markdown = table(labelled) + (
         f"\n\nPer cent (length: tokens) with 95% bootstrap intervals over problems, {args.samples} samples each.\n"
     )
-    if differences := {label: row["difference"] for label, row in rows.items() if "difference" in row}:
+    if differences := {label: row["difference"] for label, row in labelled.items() if "difference" in row}:
         markdown += f"\nDifference to {args.policy[0]}, problem by problem:\n\n{table(differences)}\n"
-    with atomic(args.out / "results.json") as path:
-        path.write_text(json.dumps(results, indent=2) + "\n")
-    with atomic(args.out / "results.md") as path:
-        path.write_text(markdown)
     metadata = {"task": ", ".join(args.benchmark), "sampling": {"samples": args.samples, "seed": args.seed}}
     if len(args.policy) == 1:
-        metadata = provenance(args.policy[0], tokenizer, "32-true", **metadata)
-    write_trajectories(args.out / "responses.parquet", responses, metadata)
-    print(f"\n{markdown}\nwrote results.json, results.md and responses.parquet under {args.out}")
+        metadata = provenance(args.policy[0], load_tokenizer(args.policy[0]), args.precision, **metadata)
+    write_trajectories(args.out / "responses.parquet", rows, metadata)
+    for name, text in (("results.json", json.dumps(results, indent=2) + "\n"), ("results.md", markdown)):
+        with atomic(args.out / name) as path:
+            path.write_text(text)
+    figure(args.out / "results.png", results)
+    print(f"{markdown}\nwrote results.json, results.md, results.png and responses.parquet under {args.out}")
 
 
 def main() -> None:
@@ -111,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -134,7 +134,8 @@ def is_checkpoint(path: Path) -> bool:
 def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # between Lightning and torch
+    # between Lightning and torch, peft and transformers
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*|.*is_gradient_checkpointing.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a run that is resumed
     with command():

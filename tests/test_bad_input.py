@@ -243,7 +243,7 @@ def test_predict_refuses_what_it_would_mix_up(run, good, tmp_path):
     refused(run, "data.out is not set", *predict)
     (tmp_path / "out").mkdir()
     shutil.copy(data, tmp_path / "out" / "old.parquet")
-    refused(run, "already holds trajectories", *predict, "--data.out=out")
+    refused(run, "holds other trajectories", *predict, "--data.out=out")
 
 
 @pytest.mark.parametrize(

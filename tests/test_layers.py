@@ -7,7 +7,18 @@ from conftest import ROOT
 
 LAYERS = [
     {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
-    {"tasks", "tasks.task", "tasks.arithmetic", "tasks.gsm8k", "datamodule", "loaders", "sampling", "evaluation"},
+    {
+        "tasks",
+        "tasks.task",
+        "tasks.arithmetic",
+        "tasks.arithmetic_verifier",
+        "tasks.gsm8k",
+        "tasks.verifier",
+        "datamodule",
+        "loaders",
+        "sampling",
+        "evaluation",
+    },
     {"monitor", "module", "optim"},
 ]
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from topr.evaluation import missing_parts
 from topr.io import InputError, check_counts, check_folder
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
@@ -74,8 +75,9 @@ class TrajectoryDataModule(LightningDataModule):
             self.read_problems(split)
         if stage == "predict":
             check_folder("data.out:", self.out)
-            if any(Path(self.out).glob("*.parquet")):
-                raise InputError(f"data.out: {self.out} already holds trajectories; name another folder or empty it")
+            self.missing()
+            for stale in Path(self.out).glob(".part-*"):  # of a run that was killed while it wrote
+                stale.unlink()
         expected = tokenizer_fingerprint(load_tokenizer(policy))
         vocabulary, context = vocabulary_and_context(policy)
         for path, metadata in zip(self.files, self.metadata, strict=True) if stage == "fit" else ():
@@ -184,13 +186,21 @@ class TrajectoryDataModule(LightningDataModule):
         return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
     def val_dataloader(self) -> ProblemLoader:
-        return ProblemLoader(self.share("val"))
+        return ProblemLoader([self.share("val")])  # one batch, empty where a rank has no problem: all take part
 
     def test_dataloader(self) -> ProblemLoader:
-        return ProblemLoader(self.share("test"))
+        return ProblemLoader([self.share("test")])
 
     def predict_dataloader(self) -> ProblemLoader:
-        return ProblemLoader(self.share("problems"), size=64)
+        """The files that this rank is to sample, as many as any other rank: sharded ones need each other."""
+        missing = self.trainer.strategy.broadcast(self.missing())  # the others may have begun to write
+        missing += [(Path(), [])] * (-len(missing) % self.trainer.world_size or not missing)
+        return ProblemLoader(missing[self.trainer.global_rank :: self.trainer.world_size])
+
+    def missing(self) -> list[tuple[Path, list[Problem]]]:
+        """The files of data.out that are still to be sampled, with their problems."""
+        problems = self.read_problems("problems")
+        return missing_parts(Path(self.out), problems, self.trainer.lightning_module.describe(problems))
 
     def file_of(self, trajectory: np.ndarray) -> np.ndarray:
         """Number of the training file that each row number lies in."""

@@ -1,17 +1,23 @@
 """Sampling, grading and scoring of problems: what validation, prediction, evaluate.py and the drivers share."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from topr.io import InputError
+from topr.io import InputError, atomic
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
-from topr.policy import encode_prompt
+from topr.policy import encode_prompt, provenance
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
-from topr.trajectories import Trajectory
+from topr.trajectories import Trajectory, add_log_probs, read_metadata, write_trajectories
+
+PART = 64  # problems that are sampled, scored and written at a time
 
 
 def sample_and_grade(
@@ -64,25 +70,92 @@ def sample_and_grade(
     return trajectories
 
 
-def per_problem(trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
+def sample_part(
+    path: Path,
+    about: dict[str, Any],
+    sampler: Sampler,
+    model: nn.Module,
+    tokenizer,
+    task: Task,
+    problems: list[Problem],
+    n: int,
+    sampling: Sampling,
+    seed: int,
+    microbatch_tokens: int,
+) -> int:
+    """Sample, grade and score problems and write them as one file; the number of trajectories in it."""
+    # the same whichever rank or run writes it
+    seed = int(np.random.SeedSequence([seed, *path.stem.encode()]).generate_state(1, np.uint64)[0] >> 1)
+    trajectories = sample_and_grade(sampler, model, tokenizer, task, problems, n, sampling, seed)
+    add_log_probs(model, trajectories, microbatch_tokens)
+    write_trajectories(path, trajectories, about)
+    return len(trajectories)
+
+
+def describe(
+    policy: str, tokenizer, precision: str, task: Task, problems: list[Problem], n: int, sampling: Sampling, seed: int
+) -> dict[str, Any]:
+    """Metadata of sampled trajectories: equal descriptions stand for the same responses."""
+    text = json.dumps([vars(problem) for problem in problems])
+    how = {**vars(sampling), "samples": n, "seed": seed, "problems": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    return provenance(policy, tokenizer, precision, task=task.name, sampling=how, iteration=0)
+
+
+def missing_parts(folder: Path, problems: list[Problem], about: dict[str, Any]) -> list[tuple[Path, list[Problem]]]:
+    """The files of a folder that are still to be sampled, each with its problems, `PART` of them.
+
+    Raises:
+        InputError: the folder holds trajectories of another policy, other problems or other sampling.
+    """
+    parts = {
+        folder / f"part-{start // PART:05d}.parquet": problems[start : start + PART]
+        for start in range(0, len(problems), PART)
+    }
+    for path in sorted(folder.glob("*.parquet")):
+        found = read_metadata(path)
+        differing = [key for key in about if found[key] != about[key]]
+        if path not in parts or differing:
+            raise InputError(
+                f"{path} holds other trajectories than this command samples (another "
+                f"{', '.join(differing) or 'set of files'}); name another folder or empty it"
+            )
+    return [(path, batch) for path, batch in parts.items() if not path.exists()]
+
+
+def per_problem(
+    trajectories: Iterable[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] | None = None
+) -> dict[str, np.ndarray]:
     """Each metric's value for each problem, problems in the order of their first response.
 
-    pass@1, pass@k and maj@k for k = the responses of a problem, invalid (share without a readable answer), length.
+    Args:
+        trajectories: the responses of one problem behind the other.
+        ks: for pass@k and maj@k; the responses of a problem by default.
+        weights: a verifier's weight of each response, for weighted@k beside maj@k.
+
+    Returns:
+        pass@1, pass@k, maj@k, invalid (share without a readable answer), length (mean response tokens), and ungraded
+        (share that the grader gave up on) where there is such a response.
     """
     values: dict[str, list[float]] = {}
+    trajectories, start = list(trajectories), 0
+    gave_up = any(t.valid is None for t in trajectories)
     for _, rows in groupby(trajectories, key=lambda t: t.prompt_id):
         rows = list(rows)
         n, correct = len(rows), [t.reward > 0 for t in rows]
         answers = [t.answer if t.valid else None for t in rows]
-        scores = {
-            "pass@1": sum(correct) / n,
-            f"pass@{n}": pass_at_k(n, sum(correct), n),
-            f"maj@{n}": maj_at_k(answers, correct, n),
-            "invalid": 1 - sum(bool(t.valid) for t in rows) / n,
-            "length": float(np.mean([len(t.response_ids) for t in rows])),
-        }
+        scores = {"pass@1": sum(correct) / n}
+        for k in ks or [n]:
+            scores[f"pass@{k}"] = pass_at_k(n, sum(correct), k)
+            scores[f"maj@{k}"] = maj_at_k(answers, correct, k)
+            if weights is not None:
+                scores[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights[start : start + n])
+        scores["invalid"] = 1 - sum(bool(t.valid) for t in rows) / n
+        scores["length"] = float(np.mean([len(t.response_ids) for t in rows]))
+        if gave_up:
+            scores["ungraded"] = sum(t.valid is None for t in rows) / n
         for name, value in scores.items():
             values.setdefault(name, []).append(value)
+        start += n
     return {name: np.array(column) for name, column in values.items()}
 
 
@@ -113,3 +186,38 @@ def _cell(name: str, value: dict | None) -> str:
     scale = 1 if name == "length" else 100
     mean, low, high = (scale * number for number in (value["mean"], *value["interval"]))
     return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def figure(path: Path, results: dict[str, dict[str, dict]]) -> None:
+    """Bars with intervals as PNG: a panel for each share, a group for each benchmark, a colour for each policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    benchmarks = list(dict.fromkeys(name for named in results.values() for name in named))
+    shares = [
+        metric
+        for metric in dict.fromkeys(m for named in results.values() for row in named.values() for m in row)
+        if any(_is_metric(row.get(metric)) for named in results.values() for row in named.values())
+        and metric != "length"
+    ]
+    drawn, axes = pyplot.subplots(
+        1, len(shares), figsize=(2.2 + 1.9 * len(shares), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    width = 0.8 / len(results)
+    for axis, metric in zip(axes[0], shares, strict=True):
+        for i, (policy, named) in enumerate(results.items()):
+            found = [(x, named[name][metric]) for x, name in enumerate(benchmarks) if metric in named.get(name, {})]
+            place = [x + (i - (len(results) - 1) / 2) * width for x, _ in found]
+            mean = [100 * row["mean"] for _, row in found]
+            ends = [[100 * abs(row["interval"][end] - row["mean"]) for _, row in found] for end in (0, 1)]
+            axis.bar(place, mean, width, yerr=ends, capsize=2, label=policy, color=f"C{i}")
+        axis.set_title(metric)
+        axis.set_xticks(range(len(benchmarks)), benchmarks)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("per cent, 95% interval")
+    drawn.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    with atomic(path) as temporary:
+        drawn.savefig(temporary, format="png", dpi=150)
+    pyplot.close(drawn)

@@ -60,7 +60,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    replaceable = (path / "config.json").is_file()
+    replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     if path.is_dir() and not replaceable:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
     try:

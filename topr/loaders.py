@@ -10,7 +10,6 @@ from torch import Tensor, from_numpy, tensor
 from torch.utils.data import DataLoader, Dataset
 
 from topr.logprobs import Tokens, pad, partition
-from topr.tasks.task import Problem
 
 
 class MicroBatch(NamedTuple):
@@ -26,19 +25,15 @@ class MicroBatch(NamedTuple):
 
 
 class ProblemLoader:
-    """Batches of problems; no `DataLoader`, which the trainer would shard a second time.
+    """Batches as they are: a `DataLoader` would be sharded a second time, a list be taken for several loaders."""
 
-    Without a size there is one batch, empty where a rank has no problem: every rank takes part in an evaluation.
-    """
-
-    def __init__(self, problems: list[Problem], size: int | None = None):
-        size = size or max(1, len(problems))
-        self.batches = [problems[start : start + size] for start in range(0, max(1, len(problems)), size)]
+    def __init__(self, batches: list):
+        self.batches = batches
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[list[Problem]]:
+    def __iter__(self) -> Iterator:
         return iter(self.batches)
 
 

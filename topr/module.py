@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
-from topr.evaluation import per_problem, sample_and_grade, summarise
+from topr.evaluation import describe, per_problem, sample_and_grade, sample_part, summarise
 from topr.io import InputError, atomic, check_counts
 from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
 from topr.losses import Loss
 from topr.monitor import Monitor, gather
-from topr.policy import export_policy, full_state_dict, gathered, load_policy, load_tokenizer, provenance, shard
+from topr.policy import LoRA, export_policy, full_state_dict, gathered, load_policy, load_tokenizer, merge, shard
 from topr.sampling import LocalSampler, Sampler
 from topr.tasks.task import Problem, Task
-from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+from topr.trajectories import Trajectory
 
 
 class PolicyModule(LightningModule):
@@ -34,6 +35,9 @@ class PolicyModule(LightningModule):
         loss: see `topr.losses`.
         optimizer: any torch optimiser.
         sampler: generates responses for validation, test and predict; in process by default.
+        lora: adapters to train in place of the weights; `policy/` holds the merged weights, `adapter/` the adapters.
+        activation_checkpointing: compute activations again in the backward instead of keeping them: less memory, a
+            third more time.
         threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
     """
 
@@ -44,11 +48,15 @@ class PolicyModule(LightningModule):
         loss: Loss,
         optimizer: OptimizerCallable,
         sampler: Sampler | None = None,
+        lora: LoRA | None = None,
+        activation_checkpointing: bool = False,
         threads: int | None = None,
     ):
         super().__init__()
         self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
         self.sampler = sampler or LocalSampler()
+        self.lora, self.activation_checkpointing = lora, activation_checkpointing
+        self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         check_counts("model.", threads=threads)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -61,12 +69,17 @@ class PolicyModule(LightningModule):
         """Load weights and tokenizer; called once the strategy has set the device up."""
         if self.policy is None:
             self.tokenizer, self.policy = load_tokenizer(self.policy_path), load_policy(self.policy_path).train()
+            if self.lora is not None:
+                self.lora.add_to(self.policy)
+            if self.activation_checkpointing:
+                enable = getattr(self.policy, "activation_checkpointing_enable", None)  # its later name
+                (enable or self.policy.gradient_checkpointing_enable)({"use_reentrant": False})
             if self.device_mesh is not None:
                 shard(self.policy, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         try:
-            return self.optimizer(self.parameters())
+            return self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
         except (TypeError, ValueError) as error:
             raise InputError(f"model.optimizer refuses its arguments: {error}") from error
 
@@ -117,7 +130,11 @@ class PolicyModule(LightningModule):
             folder = Path(self.trainer.log_dir)
             weights = full_state_dict(self.policy)
             if self.trainer.is_global_zero:
-                export_policy(self.policy, self.tokenizer, folder / "policy", weights)
+                policy = self.policy
+                if self.lora is not None:
+                    export_policy(policy, self.tokenizer, folder / "adapter", weights)
+                    policy, weights = merge(self.policy_path, folder / "adapter"), None
+                export_policy(policy, self.tokenizer, folder / "policy", weights)
                 with atomic(folder / "summary.json") as path:
                     path.write_text(json.dumps(self.summary, indent=2) + "\n")
             self.print(f"Policy and summary.json are in {folder}.")
@@ -171,32 +188,37 @@ class PolicyModule(LightningModule):
         means = {name: float(column.mean()) for name, column in values.items()}
         return means | {"problems": problems, "samples": len(trajectories) // problems}
 
-    def predict_step(self, batch: list[Problem], batch_idx: int) -> int:
-        """Sample, grade and score a batch of problems, and write them as one file of data.out."""
-        if not batch:  # more ranks than problems
-            return 0
-        data = self.trainer.datamodule
-        with gathered(self.policy):
-            trajectories = self._responses(batch, data.samples, batch_idx)
-            add_log_probs(self.policy, trajectories, data.microbatch_tokens)
-        name = f"part-{batch_idx:05d}-{self.global_rank:03d}.parquet"
-        write_trajectories(Path(data.out) / name, trajectories, self._about)
-        self._written += len(trajectories)
-        return len(trajectories)
+    def describe(self, problems: list[Problem]) -> dict[str, Any]:
+        """What predict writes about its trajectories."""
+        data, precision = self.trainer.datamodule, str(self.trainer.precision)
+        tokenizer = load_tokenizer(self.policy_path)
+        return describe(
+            self.policy_path, tokenizer, precision, self.task, problems, data.samples, data.sampling, data.seed
+        )
 
     def on_predict_start(self) -> None:
-        data, precision = self.trainer.datamodule, str(self.trainer.precision)
-        how = vars(data.sampling) | {"samples": data.samples, "seed": data.seed}
-        self._about = provenance(
-            self.policy_path, self.tokenizer, precision, task=self.task.name, sampling=how, iteration=0
-        )
-        self._written = 0
+        self._about = self.describe(self.trainer.datamodule.read_problems("problems"))
+
+    def predict_step(self, batch: tuple[Path, list[Problem]], batch_idx: int) -> int:
+        """Sample, grade and score a batch of problems, and write them as one file of data.out."""
+        data, (path, problems) = self.trainer.datamodule, batch
+        with gathered(self.policy):  # on every rank, also on those that have nothing left to do
+            if not problems:
+                return 0
+            how = data.samples, data.sampling, data.seed, data.microbatch_tokens
+            return sample_part(path, self._about, self.sampler, self.policy, self.tokenizer, self.task, problems, *how)
 
     def on_predict_end(self) -> None:
-        self.print(f"Wrote {sum(gather(self._written))} trajectories under {self.trainer.datamodule.out}.")
+        folder = Path(self.trainer.datamodule.out)
+        gather(None)  # the others have written theirs
+        rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+        self.print(f"{rows} trajectories are under {folder}.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["summary"], checkpoint["clock"] = self.summary, self.monitor.speed.total
+        if self.lora is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.summary, self.clock = checkpoint["summary"], checkpoint["clock"]

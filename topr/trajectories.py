@@ -201,8 +201,12 @@ def _same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
     return any(kind(found) and kind(expected) for kind in kinds) or pa.types.is_null(found)
 
 
-def resolve_files(train: str | list[str]) -> list[str]:
+def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
     """Parquet files from a path, a glob, a hub data set's name, or a list of them, sorted within each entry.
+
+    Args:
+        train: the entries.
+        key: names them in messages.
 
     Raises:
         InputError: an entry names no file.
@@ -220,12 +224,12 @@ def resolve_files(train: str | list[str]) -> list[str]:
                 found = []  # told below, like any other name that leads nowhere
         if not found:
             raise InputError(
-                f"data.train: {entry!r} is no file, glob or hub data set that can be read; give trajectory Parquet "
+                f"{key}: {entry!r} is no file, glob or hub data set that can be read; give trajectory Parquet "
                 "files (train.py predict samples them, python -m topr.trajectories import converts text)"
             )
         files += found
     if len(set(files)) < len(files):
-        raise InputError(f"data.train names {max(files, key=files.count)} twice; give every file once")
+        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
     return files
 
 

@@ -4,8 +4,13 @@ from importlib import import_module
 
 from topr.tasks.task import Grade, Problem, Task
 
-__all__ = ["GSM8K", "Arithmetic", "Grade", "Problem", "Task"]
-MODULES = {"Arithmetic": "arithmetic", "GSM8K": "gsm8k"}
+__all__ = ["GSM8K", "Arithmetic", "ArithmeticVerifier", "Grade", "Problem", "Task", "Verifier"]
+MODULES = {
+    "Arithmetic": "arithmetic",
+    "ArithmeticVerifier": "arithmetic_verifier",
+    "GSM8K": "gsm8k",
+    "Verifier": "verifier",
+}
 
 
 def __getattr__(name: str):

@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,13 @@ class Arithmetic(Task):
                 found.setdefault(problem.prompt, problem)
         raise InputError(f"Arithmetic: these settings have too few problems for {count} in the {split} split")
 
+    def base(self, rng: np.random.Generator) -> Iterator[str]:
+        """Prompts of the base split without end, from which a base policy learns."""
+        while True:
+            prompt = self.draw(rng).prompt
+            if split_of(prompt) == "base":
+                yield prompt
+
     def demonstration(self, prompt: str, errors: Errors, rng: np.random.Generator) -> tuple[str, bool]:
         """An imperfect solution and whether it ends, the base policy's training text."""
         first, *rest = re.findall(r"[0-9]+|[-+*]", prompt)
@@ -164,20 +172,10 @@ def make_tokenizer():
     )
 
 
-def make_base(task: Arithmetic, errors: Errors, steps: int, seed: int):
-    """Train the base policy by supervised learning on imperfect demonstrations; returns model and tokenizer.
-
-    AdamW at 3e-3 and batch 96, stopped after `steps` of a cosine three times as long: good enough to be right
-    sometimes, bad enough to leave reinforcement learning something to do.
-    """
-    import torch
+def make_model(tokenizer):
+    """A random Llama of 160k parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from topr.logprobs import pad, response_log_probs
-
-    torch.manual_seed(seed)
-    rng = np.random.default_rng([seed, 0])
-    tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(SYMBOLS),
         hidden_size=64,
@@ -190,12 +188,24 @@ def make_base(task: Arithmetic, errors: Errors, steps: int, seed: int):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def imitate(model, tokenizer, demonstrations: Iterator[tuple[str, tuple[str, bool]]], steps: int) -> None:
+    """Supervised training on (prompt, (text, whether it ends)), in place.
+
+    AdamW at 3e-3 and batch 96, stopped after `steps` of a cosine three times as long: good enough to be right
+    sometimes, bad enough to leave reinforcement learning something to do.
+    """
+    import torch
+
+    from topr.logprobs import pad, response_log_probs
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
     for step in range(steps):
         prompts, responses = [], []
-        for prompt, (text, finished) in _demonstrations(task, errors, 96, rng):
+        for prompt, (text, finished) in islice(demonstrations, 96):
             prompts.append(np.array(tokenizer(prompt)["input_ids"]))
             responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
         loss = -response_log_probs(model, pad(prompts, responses))[0].mean()
@@ -206,19 +216,12 @@ def make_base(task: Arithmetic, errors: Errors, steps: int, seed: int):
         schedule.step()
         if (step + 1) % 100 == 0:
             print(f"base policy: step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
-    return model, tokenizer
-
-
-def _demonstrations(task: Arithmetic, errors: Errors, count: int, rng: np.random.Generator) -> Iterator:
-    while count:
-        prompt = task.draw(rng).prompt
-        if split_of(prompt) == "base":
-            yield prompt, task.demonstration(prompt, errors, rng)
-            count -= 1
 
 
 def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str, int], samples: int) -> None:
     """Write base policy, problems of every split and graded, scored trajectories of the train split under `out`."""
+    import torch
+
     from topr.evaluation import sample_and_grade
     from topr.importing import report
     from topr.policy import export_policy, provenance
@@ -229,11 +232,19 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
         split: task.distinct(split, count, np.random.default_rng([seed, 1 + i]))
         for i, (split, count) in enumerate(problems.items())
     }
-    model, tokenizer = make_base(task, Errors(), steps, seed)
+    torch.manual_seed(seed)
+    tokenizer, rng = make_tokenizer(), np.random.default_rng([seed, 0])
+    model = make_model(tokenizer)
+    imitate(model, tokenizer, ((prompt, task.demonstration(prompt, Errors(), rng)) for prompt in task.base(rng)), steps)
     export_policy(model, tokenizer, out / "base")
     for split, drawn in splits.items():
         with atomic(out / f"{split}.jsonl") as path:
-            path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in drawn))
+            path.write_text(
+                "".join(
+                    json.dumps({"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}) + "\n"
+                    for problem in drawn
+                )
+            )
     sampler = LocalSampler()
     trajectories = sample_and_grade(sampler, model, tokenizer, task, splits["train"], samples, task.sampling, seed)
     add_log_probs(model, trajectories, microbatch_tokens=16384)

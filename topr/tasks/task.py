@@ -21,11 +21,12 @@ class Grade(NamedTuple):
 
 @dataclass
 class Problem:
-    """A prompt with its reference answer."""
+    """A question with its reference answer."""
 
     id: str
     prompt: str
     gold: str
+    solution: str | None = None  # a candidate to be judged
 
 
 class Task(ABC):

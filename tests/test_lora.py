@@ -1,0 +1,82 @@
+"""Adapters are trained in place of the weights, kept small in checkpoints, and merged exactly in the export."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, make_trajectories, write
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_update import EVERY_STEP, QUIET, fit
+
+import train
+from topr.policy import load_policy
+
+LORA = [
+    "--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2", "--model.lora.alpha=3", "--data.batch_size=8",
+    "--model.optimizer.init_args.lr=0.02", *EVERY_STEP,
+]  # fmt: skip
+
+
+@pytest.fixture
+def data(run, policy):
+    return write(run.folder / "a.parquet", policy, make_trajectories(policy))
+
+
+def test_export_is_the_policy_plus_scaled_adapters(run, policy, data):
+    folder = fit(run, policy, data, *LORA)
+    assert json.loads((folder / "summary.json").read_text())["max_abs_log_ratio_at_start"] < 1e-5
+    base, merged, adapter = (
+        load_file(path / name)
+        for path, name in (
+            (policy, "model.safetensors"),
+            (folder / "policy", "model.safetensors"),
+            (folder / "adapter", "adapter_model.safetensors"),
+        )
+    )
+    assert base.keys() == merged.keys()
+    moved = 0
+    for name, weight in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{key}A.weight" in adapter:
+            weight = weight + adapter[f"{key}B.weight"] @ adapter[f"{key}A.weight"] * 3 / 2
+            assert (weight - base[name]).abs().max() > 1e-4
+            moved += 1
+        torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=0)
+    assert moved == 2 * 7  # all linear layers of two decoder layers, none else
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(load_policy(str(policy)), folder / "adapter")(ids).logits
+        torch.testing.assert_close(load_policy(str(folder / "policy"))(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_checkpoints_hold_adapters_alone_and_resume_exactly(run, policy, data):
+    whole = fit(run, policy, data, *LORA)
+    (checkpoint,) = (whole / "checkpoints").glob("*.ckpt")
+    names = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert names and all("lora_" in name for name in names)
+    name = "--trainer.logger.init_args.name=killed"
+    fit(run, policy, data, *LORA, name, "--trainer.max_steps=1")
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET]
+    files = [f"--model.policy={policy}", f"--data.train={data}"]
+    code, _, err = run(train.main, "fit", *config, *files, *LORA, name, "--ckpt_path=last")
+    assert code == 0, err
+    resumed = load_file(run.folder / "runs" / "killed" / "version_0" / "policy" / "model.safetensors")
+    for key, weight in load_file(whole / "policy" / "model.safetensors").items():
+        assert torch.equal(weight, resumed[key])
+
+
+def test_activation_checkpointing_does_not_change_the_update(run, policy, data):
+    plain = fit(run, policy, data, "--data.batch_size=8")
+    less = fit(run, policy, data, "--data.batch_size=8", "--model.activation_checkpointing=true")
+    for key, weight in load_file(plain / "policy" / "model.safetensors").items():
+        torch.testing.assert_close(
+            load_file(less / "policy" / "model.safetensors")[key], weight, atol=1e-6, rtol=0, msg=key
+        )
+
+
+def test_targets_that_no_layer_bears_are_refused(run, policy, data):
+    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET, f"--model.policy={policy}"]
+    arguments += [f"--data.train={data}", "--model.lora.targets=[nowhere]"]
+    code, _, err = run(train.main, "fit", *arguments)
+    assert code == 2 and err.count("\n") == 1 and "model.lora.targets" in err
