@@ -1,0 +1,129 @@
+"""predict and evaluate.py sample what is missing, once, whoever was killed when; what they had stays as it is."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT, make_policy
+
+import evaluate
+import train
+from topr import evaluation
+from topr.evaluation import per_problem
+from topr.trajectories import read_metadata, read_trajectories
+
+
+@pytest.fixture
+def problems(run, monkeypatch):
+    monkeypatch.setattr(evaluation, "PART", 2)
+    path = run.folder / "problems.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(7)))
+    return path
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Let the program die when it writes its n-th file; the files written so far are counted in `written`."""
+    write, written = evaluation.write_trajectories, []
+
+    def arrange(n: int | None):
+        def dying(path, *arguments):
+            if n is not None and len(written) == n:
+                raise MemoryError("killed here")
+            written.append(path.name)
+            write(path, *arguments)
+
+        written.clear()
+        monkeypatch.setattr(evaluation, "write_trajectories", dying)
+        return written
+
+    return arrange
+
+
+def predict(run, policy, problems, out, *more):
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--model.policy={policy}", f"--data.out={out}"]
+    config += [f"--data.problems={problems}", "--data.samples=3", "--trainer.enable_progress_bar=false"]
+    return run(train.main, "predict", *config, *more)
+
+
+def rows(folder) -> list:
+    return [row for path in sorted(folder.glob("*.parquet")) for row in read_trajectories(path)]
+
+
+def test_a_killed_predict_goes_on_at_the_first_problem_without_responses(run, policy, problems, killed):
+    written = killed(None)
+    code, out, err = predict(run, policy, problems, "whole")
+    assert code == 0 and "21 trajectories are under whole" in out, err
+    assert written == [f"part-0000{i}.parquet" for i in range(4)]
+    written = killed(2)
+    with pytest.raises(MemoryError):
+        predict(run, policy, problems, "cut")
+    (run.folder / "cut" / ".part-00002.parquet.1.tmp").write_text("what a killed writer leaves")
+    written = killed(None)
+    assert predict(run, policy, problems, "cut")[0] == 0
+    assert written == ["part-00002.parquet", "part-00003.parquet"]
+    assert rows(run.folder / "cut") == rows(run.folder / "whole")
+    assert [row.prompt_id for row in rows(run.folder / "cut")] == [str(i) for i in range(7) for _ in range(3)]
+    assert not list((run.folder / "cut").glob(".*"))
+    written = killed(None)
+    assert predict(run, policy, problems, "cut")[0] == 0 and written == []  # all there: nothing is sampled
+
+
+@pytest.mark.parametrize("change", ["seed", "samples", "problems", "policy"])
+def test_predict_never_mixes_two_settings(run, policy, problems, change):
+    assert predict(run, policy, problems, "out")[0] == 0
+    (run.folder / "out" / "part-00003.parquet").unlink()
+    more = {"seed": ["--seed_everything=5"], "samples": ["--data.samples=4"]}.get(change, [])
+    if change == "problems":
+        problems.write_text(problems.read_text().replace('"gold": "3"', '"gold": "4"'))
+    if change == "policy":
+        policy = make_policy(run.folder / "other", seed=3)
+    code, _, err = predict(run, policy, problems, "out", *more)
+    assert code == 2 and "holds other trajectories" in err
+    assert len(list((run.folder / "out").iterdir())) == 3
+
+
+def test_a_killed_evaluation_goes_on_and_a_second_one_samples_nothing(run, policy, problems, killed):
+    def command(out, *more):
+        given = ["--benchmark", f"arithmetic={problems}", "--samples", 4, "--k", 1, 2, 4, "--out", out, "--rows", 64]
+        return run(evaluate.main, "--policy", policy, *given, *more)
+
+    assert command("whole")[0] == 0
+    written = killed(3)
+    with pytest.raises(MemoryError):
+        command("cut")
+    assert not (run.folder / "cut" / "results.json").exists()
+    written = killed(None)
+    assert command("cut")[0] == 0 and written == ["part-00003.parquet"]
+    for name in ("results.json", "results.md"):
+        assert (run.folder / "cut" / name).read_text() == (run.folder / "whole" / name).read_text()
+    written = killed(None)
+    assert command("cut")[0] == 0 and written == []
+    assert command("cut", "--temperature", 0.5)[0] == 0 and len(written) == 4  # other responses lie beside them
+    assert (run.folder / "cut" / "results.png").read_bytes().startswith(b"\x89PNG")
+    row = json.loads((run.folder / "cut" / "results.json").read_text())[str(policy)]["arithmetic"]
+    assert {"pass@1", "pass@2", "pass@4", "maj@1", "maj@2", "maj@4", "invalid", "length"} < set(row)
+    code, _, err = command("cut", "--k", "5")
+    assert code == 2 and "--k 5 is more than the --samples 4" in err
+
+
+def test_greedy_takes_the_likeliest_token_once(run, policy, problems):
+    arguments = ["--benchmark", f"arithmetic={problems}", "--greedy", "--samples", 16, "--out", "out"]
+    assert run(evaluate.main, "--policy", policy, *arguments)[0] == 0
+    (folder,) = (run.folder / "out" / "responses").iterdir()
+    found = rows(folder)
+    assert len(found) == 7 and read_metadata(next(folder.iterdir()))["sampling"]["temperature"] == 0
+    for row in found:  # every token has at least the probability of an average one
+        assert min(row.ref_logprobs) > -np.log(20)
+
+
+def test_figures_of_several_k_weights_and_answers_nobody_could_judge(policy):
+    from conftest import make_trajectories
+
+    given = make_trajectories(policy, count=4)
+    for row, answer, valid, reward in zip(given, "aabb", (True, True, True, None), (1, 1, -1, -1), strict=True):
+        row.prompt_id, row.answer, row.valid, row.reward = "p", answer, valid, reward
+    values = per_problem(given, ks=(2, 4), weights=[0.1, 0.1, 0.9, 1.0])
+    assert values["pass@2"] == [1 - 1 / 6] and values["maj@4"] == [1] and values["weighted@4"] == [0]
+    assert values["maj@2"] == [0.5] and values["weighted@2"] == [0.5]
+    assert values["invalid"] == [0.25] and values["ungraded"] == [0.25]
