@@ -66,6 +66,20 @@ def test_responses_end_with_their_first_end_token(tmp_path):
         assert all(not {1, 4} & set(ids[:-1]) for ids, _ in responses)
 
 
+def test_stop_texts_end_a_response_where_they_are_complete(tmp_path):
+    model, tokenizer = load(tmp_path)
+    prompts, stop = [tokenizer("12+3")["input_ids"], [7]], ["1", "+3"]  # the prompt's own text does not count
+    ended = 0
+    for responses in LocalSampler(300).sample(model, tokenizer, prompts, 300, Sampling(1.0, 0, 1.0, 12, stop), 0):
+        for ids, finished in responses:
+            text, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
+            assert not any(cut in before for cut in stop)
+            stopped = any(cut in text for cut in stop)
+            assert stopped or finished or len(ids) == 12
+            ended += stopped and text.endswith("+3")
+    assert ended > 0
+
+
 def test_samples_repeat_and_leave_the_random_state_alone(tmp_path):
     model, tokenizer = load(tmp_path)
     sampling = Sampling(1.0, 0, 1.0, 8)

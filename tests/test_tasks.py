@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import train
 from topr.io import InputError
 from topr.policy import load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.tasks import Arithmetic, Grade
@@ -131,3 +132,24 @@ def test_too_few_problems_are_refused():
     task = Arithmetic(operations=(1, 1), operands=(1, 2), operators="+")
     with pytest.raises(InputError, match="too few problems"):
         task.distinct("val", 100, np.random.default_rng(0))
+
+
+def test_the_readme_s_own_task_runs(run, policy, monkeypatch):
+    snippet = re.search(r"```python\n(# my_task.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len([line for line in snippet.splitlines() if line]) <= 15
+    (run.folder / "my_task.py").write_text(snippet)
+    monkeypatch.syspath_prepend(run.folder)
+    (run.folder / "mine.jsonl").write_text('{"prompt": "17", "gold": "odd"}\n{"prompt": "8", "gold": "even"}\n')
+    code, _, err = run(
+        train.main, "predict", "--config", ROOT / "configs" / "gsm8k.yaml", "--model.task=my_task.Parity",
+        "--trainer.precision=32-true",
+        f"--model.policy={policy}", "--data.problems=mine.jsonl", "--data.out=out", "--data.samples=2",
+        "--data.sampling.max_new_tokens=4", "--trainer.enable_progress_bar=false",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = read_trajectories(run.folder / "out" / "part-00000.parquet")
+    assert [row.prompt for row in rows[::2]] == ["Is 17 odd or even? Answer:", "Is 8 odd or even? Answer:"]
+    assert all((row.reward, row.valid) == (-1, False) for row in rows)  # digits are all that this policy can say
+    import my_task
+
+    assert my_task.Parity().grade("It is even. No: odd", "odd") == Grade(1.0, True, "odd")

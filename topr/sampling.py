@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,6 @@ class LocalSampler(Sampler):
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad,
-            stop_strings=sampling.stop or None,
         )
         device = next(model.parameters()).device
         # prompts of one length stand together, so that little is padded
@@ -107,9 +107,8 @@ class LocalSampler(Sampler):
             for start in range(0, len(order), self.rows):
                 rows = order[start : start + self.rows]
                 ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
-                output = model.generate(
-                    ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer if sampling.stop else None
-                )
+                criteria = [partial(_stopped, tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
+                output = model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria)
                 for i, sampled in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
                     responses[i].append(_cut(sampled, ends, sampling.stop, tokenizer))
         return responses
@@ -135,6 +134,13 @@ def _pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> tuple
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     return ids, mask
+
+
+def _stopped(tokenizer, stop: list[str], prompt: int, ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
+    """Whether each row's last tokens hold a stop text; transformers' own stop strings need a tokenizer with letters."""
+    window = max(len(text.encode()) for text in stop) + 4  # a token may hold a single byte
+    texts = tokenizer.batch_decode(ids_BT[:, max(prompt, ids_BT.shape[1] - window) :])
+    return torch.tensor([any(text in found for text in stop) for found in texts], device=ids_BT.device)
 
 
 def _cut(ids: list[int], ends: set[int], stop: list[str], tokenizer) -> Response:
