@@ -78,6 +78,9 @@ class CLI(LightningCLI):
                 f"--ckpt_path: {config.ckpt_path} is no checkpoint; name a .ckpt that a run wrote, or 'last'"
             )
 
+        if self.subcommand == "predict":  # its files go to data.out; a run's folder would hold nothing
+            config.trainer.logger, self.save_config_callback = False, None
+
     def _resume_newest(self, config) -> None:
         """Point a run at the newest checkpoint of its name and at that checkpoint's version_N; afresh without one."""
         logger = config.trainer.logger
