@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from topr.io import InputError, load_rows
-from topr.losses import advantage_share
 from topr.policy import load_policy, load_tokenizer, provenance, vocabulary_and_context
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
@@ -90,22 +89,3 @@ def _trajectory(row: dict[str, Any], prompt_id: str, tokenizer) -> Trajectory:
         valid=given.get("valid"),
         **{key: str(given[key]) for key in ("answer", "gold") if key in given},
     )
-
-
-def report(trajectories: list[Trajectory]) -> str:
-    """Counts, lengths, rewards and log-probs of trajectories, one line each."""
-    reward = np.array([t.reward for t in trajectories])
-    log_mu = np.array([sum(t.ref_logprobs) for t in trajectories])
-    lines = [
-        f"trajectories      {len(trajectories)} of {len({t.prompt_id for t in trajectories})} prompts, "
-        f"{np.mean([t.finished for t in trajectories]):.1%} finished"
-    ]
-    for name in ("prompt_ids", "response_ids"):
-        low, middle, high = np.quantile([len(getattr(t, name)) for t in trajectories], [0, 0.5, 1]).astype(int)
-        lines.append(f"{name.removesuffix('_ids') + ' tokens':18}   min {low}, median {middle}, max {high}")
-    lines.append(
-        f"reward            mean {reward.mean():.3f}; share >= 0: p = {(reward >= 0).mean():.3f}, "
-        f"effective share at baseline 0: {advantage_share(reward):.3f}"
-    )
-    lines.append(f"log mu            mean {log_mu.mean():.1f}, min {log_mu.min():.1f}, max {log_mu.max():.1f}")
-    return "\n".join(lines)
