@@ -252,8 +252,8 @@ def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_t
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m topr.trajectories", description="Make and read trajectory files.")
     commands = parser.add_subparsers(dest="command", required=True)
-    convert = commands.add_parser("import", help="tokenise and score {prompt, response, reward} lines")
-    convert.add_argument("file", help="JSON lines with prompt, response, reward")
+    convert = commands.add_parser("import", help="tokenise and score responses that have rewards")
+    convert.add_argument("file", help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
     convert.add_argument("--policy", required=True, help="folder or hub name: its tokenizer and its log-probs as mu")
     convert.add_argument("--out", required=True, help="Parquet file to write")
     convert.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one forward")
@@ -270,13 +270,13 @@ def main() -> None:
             files = resolve_files(args.files, "inspect")
             print(report(files), *samples(files, args.samples), sep="\n\n")
             return
-        from topr.importing import import_jsonl
+        from topr.importing import import_file
 
         if Path(args.out).is_dir() or Path(args.out).absolute() == Path(args.file).absolute():
             raise InputError(f"--out {args.out} is a folder or the input itself; name a Parquet file of its own")
-        import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
+        left_out = import_file(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
         print(report([args.out]))
-        print(f"wrote {args.out}")
+        print(f"wrote {args.out}" + (f"; left out as too long: {left_out:,}" if left_out else ""))
 
 
 if __name__ == "__main__":
