@@ -1,6 +1,4 @@
-"""The trajectory file: round trip, atomic writes, metadata, import."""
-
-import json
+"""The trajectory file: round trip, atomic writes, metadata."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -92,51 +90,6 @@ def test_fingerprint_survives_another_layout_and_dtype(tmp_path, policy):
     assert policy_fingerprint(str(tmp_path / "moved")) != policy_fingerprint(str(tmp_path / "wide"))
 
 
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_import_tokenises_scores_and_reports(run, tmp_path, policy):
-    rows = [
-        {"prompt": "1+2>", "response": "1+2=3;#3", "reward": True, "gold": "3"},
-        {"prompt": "1+2>", "response": "#4", "reward": False},
-        {"prompt": "2*2>", "response": "2*2=", "reward": 0.25, "finished": False, "group": "mine", "prompt_id": 7},
-    ]
-    code, out, err = run(main, "import", jsonl(tmp_path / "a.jsonl", rows), "--policy", policy, "--out", "o/a.parquet")
-    assert (code, err) == (0, "")
-    assert "3 of 2 prompts" in out and "p = 0.667" in out
-    first, second, third = read_trajectories(tmp_path / "o" / "a.parquet")
-    tokenizer, end = load_tokenizer(str(policy)), 1
-    assert first.prompt_ids == tokenizer("1+2>")["input_ids"]
-    assert first.response_ids == [*tokenizer("1+2=3;#3")["input_ids"], end]  # a finished response trains its end token
-    assert third.response_ids == tokenizer("2*2=")["input_ids"]  # a cut one gets none
-    assert [t.reward for t in (first, second, third)] == [1, -1, 0.25]
-    ids = ("prompt-0", "prompt-0", "7", "mine")
-    assert (first.prompt_id, second.prompt_id, third.prompt_id, third.group) == ids
-    assert first.gold == "3" and second.gold is None
-    model = load_policy(str(policy))
-    for t in (first, second, third):
-        import torch
-
-        ids = torch.tensor([t.prompt_ids + t.response_ids])
-        log_probs = model(ids).logits[0].log_softmax(-1)
-        start = len(t.prompt_ids) - 1
-        expected = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
-        np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-5)
-    assert read_metadata(tmp_path / "o" / "a.parquet")["policy"] == policy_fingerprint(str(policy))
-
-
-def test_import_takes_what_other_programs_write(run, tmp_path, policy):
-    line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
-    (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
-    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet", "--precision=bf16-mixed")
-    assert code == 0, err
-    first, second = read_trajectories(tmp_path / "a.parquet")
-    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
-    assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
-
-
 def test_nothing_of_the_users_is_overwritten(run, tmp_path, policy):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1", "response": "2", "reward": 1}\n')
     (tmp_path / "precious").mkdir()
@@ -150,27 +103,3 @@ def test_nothing_of_the_users_is_overwritten(run, tmp_path, policy):
         make_policy(tmp_path / "model", seed=seed)
     assert policy_fingerprint(str(tmp_path / "model")) != policy_fingerprint(str(policy))
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "precious", "model"}
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "line 2: no JSON"),
-        ("[1]", "line 2: expected a JSON object"),
-        ('{"prompt": "1", "response": "2"}', "'reward'"),
-        ('{"prompt": 1, "response": "2", "reward": 1}', "'prompt' must hold str"),
-        ('{"prompt": "1", "response": "2", "reward": NaN}', "not finite"),
-        ('{"prompt": "1", "response": "", "reward": 1, "finished": false}', "empty"),
-        ('{"prompt": "", "response": "1", "reward": 1}', "empty"),
-        ('{"prompt": "1", "response": "%s", "reward": 1}' % ("1" * 100), "context"),
-        ('{"prompt": "1", "response": "2", "reward": 1, "finished": "no"}', "'finished'"),
-        ('{"prompt": "1", "response": "2", "reward": 1, "gold": [3]}', "'gold' must hold str or int or float"),
-        ('{"prompt": "1", "response": "2", "reward": 1e39}', "not finite"),
-        ('{"prompt": "1\\ud800", "response": "2", "reward": 1}', "line 2: no JSON"),
-    ],
-)
-def test_import_refuses_bad_lines(run, tmp_path, policy, line, words):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "response": "2", "reward": 1}\n' + line + "\n")
-    code, out, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet")
-    assert code == 2 and words in err and err.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}

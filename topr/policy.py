@@ -71,12 +71,18 @@ def encode_prompt(prompt: str | list[dict[str, str]], tokenizer) -> tuple[str, l
         InputError: there is no template for the messages, or it refuses them.
     """
     if isinstance(prompt, str):
-        return prompt, tokenizer(prompt)["input_ids"]
+        rendered = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)  # no second one
+        return prompt, tokenizer(prompt, add_special_tokens=not rendered, verbose=False)["input_ids"]
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the prompt is chat messages but the policy's tokenizer has no chat template; give the prompt as text or "
+            "take the policy's instruct model"
+        )
     try:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs and raise what they like
         raise InputError(f"chat messages do not fit the tokenizer's chat template: {first_line(error)}") from error
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+    return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template wrote them
 
 
 def load_policy(policy: str) -> nn.Module:

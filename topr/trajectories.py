@@ -1,6 +1,7 @@
 """The trajectory file: a frozen Parquet schema, validated on load, written atomically.
 
-python -m topr.trajectories import FILE.jsonl --policy DIR --out FILE.parquet
+python -m topr.trajectories import FILE --policy DIR --out FILE.parquet
+python -m topr.trajectories inspect FILE.parquet
 """
 
 import argparse
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import nn
 
-from topr.io import InputError, atomic, command, first_line
+from topr.io import InputError, atomic, check_counts, command, first_line
 from topr.logprobs import score
 
 SCHEMA_VERSION = 1
@@ -122,7 +123,13 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
-    """Check every row of a trajectory file, a batch at a time.
+    """Check every row of a trajectory file; arguments and errors as those of `batches`."""
+    for _ in batches(path, vocabulary, max_tokens):
+        pass
+
+
+def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**31 - 1) -> Iterator[pa.Table]:
+    """The rows of a trajectory file in the types of `SCHEMA`, a batch at a time, every row checked.
 
     Args:
         path: the file, whose columns `read_metadata` accepted.
@@ -133,7 +140,8 @@ def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
         InputError: the first bad row, by number and prompt.
     """
     row = 0
-    for batch in pq.ParquetFile(path).iter_batches(batch_size=8192, columns=SCHEMA.names):
+    # buffering ahead would hold the whole file
+    for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(batch_size=8192, columns=SCHEMA.names):
         try:
             table = pa.Table.from_batches([batch]).cast(pa.schema([field.with_nullable(True) for field in SCHEMA]))
         except pa.ArrowException as error:
@@ -141,6 +149,7 @@ def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
         for index, problem in _problems(table, vocabulary, max_tokens):
             prompt_id = table["prompt_id"][index].as_py()
             raise InputError(f"{path}, row {row + index} (prompt {prompt_id!r}): {problem}")
+        yield table
         row += len(batch)
     if row == 0:
         raise InputError(f"{path} holds no trajectory; sample or import some first")
@@ -165,7 +174,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tup
         "response_ids and ref_logprobs differ in length; each response token needs its log-prob under mu",
     )
     for name, column in columns.items():
-        owner, flat = np.repeat(np.arange(len(table)), length[name]), column.flatten()
+        flat = column.flatten()
         null = flat.is_null().to_numpy(zero_copy_only=False)
         values = flat.fill_null(0).to_numpy(zero_copy_only=False)
         if name == "ref_logprobs":
@@ -175,7 +184,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tup
             wrong = null | (values < 0) | (values >= vocabulary)
             expected = f"an id that is null or outside the policy's vocabulary of {vocabulary}"
         if wrong.any():
-            yield int(owner[np.argmax(wrong)]), f"{name} holds {expected}"
+            yield int(np.searchsorted(np.cumsum(length[name]), np.argmax(wrong), "right")), f"{name} holds {expected}"
     yield from first(~np.isfinite(table["reward"].to_numpy()), "the reward is NaN or infinite")
     tokens = length["prompt_ids"] + length["response_ids"]
     if (tokens > max_tokens).any():
@@ -241,23 +250,33 @@ def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m topr.trajectories", description="Make trajectory files.")
-    commands = parser.add_subparsers(required=True)
-    convert = commands.add_parser("import", help="tokenise and score {prompt, response, reward} lines")
-    convert.add_argument("file", help="JSON lines with prompt, response, reward")
+    parser = argparse.ArgumentParser(prog="python -m topr.trajectories", description="Make and read trajectory files.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert = commands.add_parser("import", help="tokenise and score responses that have rewards")
+    convert.add_argument("file", help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
     convert.add_argument("--policy", required=True, help="folder or hub name: its tokenizer and its log-probs as mu")
     convert.add_argument("--out", required=True, help="Parquet file to write")
     convert.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one forward")
     convert.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true", help="of the scoring")
+    inspect = commands.add_parser("inspect", help="report on trajectory files and show samples")
+    inspect.add_argument("files", nargs="+", help="trajectory files, taken as one; globs are welcome")
+    inspect.add_argument("--samples", type=int, default=1, help="trajectories to show of each sign")
     args = parser.parse_args()
     with command():
-        from topr.importing import import_jsonl, report  # it needs what this file defines
+        from topr.report import report, samples  # these need what this file defines
+
+        if args.command == "inspect":
+            check_counts("--", 0, samples=args.samples)
+            files = resolve_files(args.files, "inspect")
+            print(report(files), *samples(files, args.samples), sep="\n\n")
+            return
+        from topr.importing import import_file
 
         if Path(args.out).is_dir() or Path(args.out).absolute() == Path(args.file).absolute():
             raise InputError(f"--out {args.out} is a folder or the input itself; name a Parquet file of its own")
-        trajectories = import_jsonl(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
-        print(report(trajectories))
-        print(f"wrote {args.out}")
+        left_out = import_file(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
+        print(report([args.out]))
+        print(f"wrote {args.out}" + (f"; left out as too long: {left_out:,}" if left_out else ""))
 
 
 if __name__ == "__main__":

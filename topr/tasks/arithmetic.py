@@ -223,8 +223,8 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     import torch
 
     from topr.evaluation import sample_and_grade
-    from topr.importing import report
     from topr.policy import export_policy, provenance
+    from topr.report import report
     from topr.sampling import LocalSampler
     from topr.trajectories import add_log_probs, write_trajectories
 
@@ -252,7 +252,7 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     base = str(out / "base")
     metadata = provenance(base, tokenizer, "32-true", task=task.name, sampling=how, iteration=0)
     write_trajectories(out / "train.parquet", trajectories, metadata)
-    print(f"{report(trajectories)}\nwrote base, problems and trajectories under {out}")
+    print(f"{report([str(out / 'train.parquet')])}\nwrote base, problems and trajectories under {out}")
 
 
 def main() -> None:

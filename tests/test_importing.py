@@ -1,0 +1,313 @@
+"""Import of users' files: formats, end tokens, what is left out, what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint
+from topr.trajectories import main, read_metadata, read_trajectories
+
+EOS, BOS, END = 1, 2, 3
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "five"}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A random Llama whose tokenizer puts a BOS before text, and has a chat template that writes one too."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<eos>", "<bos>", "<end>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["[user]\n[assistant]\nthe answer is four, not five"] * 9, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=280, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=96, initializer_range=0.3, pad_token_id=0, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [EOS, END]
+    folder = tmp_path_factory.mktemp("chat") / "policy"
+    export_policy(model, tokenizer, folder)
+    return folder
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def imported(run, policy, rows, *arguments):
+    """Trajectories of an import that must succeed, and what it printed."""
+    source = rows if not isinstance(rows, list) else jsonl(run.folder / "a.jsonl", rows)
+    code, out, err = run(main, "import", source, "--policy", policy, "--out", "a.parquet", *arguments)
+    assert code == 0, err
+    return read_trajectories(run.folder / "a.parquet"), out
+
+
+def expected_ids(tokenizer, prompt) -> list[int]:
+    """Of a prompt, in the way of the tokenizer's own documentation."""
+    if isinstance(prompt, str):
+        return [BOS, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    return tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+
+
+CASES = {
+    "text": ([{"prompt": "2+2=", "response": "4", "reward": 0.5}], [("2+2=", "4", 0.5)]),
+    "chat prompt": ([{"prompt": [ASK], "response": "4", "reward": True}], [([ASK], "4", 1)]),
+    "chat response": ([{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}], [([SYSTEM, ASK], "4", 1)]),
+    "one message": ([{"prompt": [ASK], "response": SAY, "reward": False}], [([ASK], "4", -1)]),
+    "text, chat response": ([{"prompt": "2+2=", "response": [SAY], "reward": 1}], [("2+2=", "4", 1)]),
+    "conversation": (
+        [{"messages": [ASK, WRONG, ASK, SAY], "reward": -0.5}],
+        [([ASK, WRONG, ASK], "4", -0.5)],
+    ),
+    "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
+    "TRL unpaired chat": ([{"prompt": [ASK], "completion": [WRONG], "label": False}], [([ASK], "five", -1)]),
+    "TRL paired": (
+        [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
+        [("2+2=", "4", 1), ("2+2=", "five", -1)],
+    ),
+    "TRL paired chat": (
+        [{"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}],
+        [([ASK], "4", 1), ([ASK], "five", -1)],
+    ),
+    "TRL implicit prompt": (
+        [{"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}],
+        [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
+    ),
+    "question beside conversations": (
+        [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
+        [([ASK], "4", 1), ([ASK], "five", -1)],
+    ),
+    "verl": (
+        [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
+        [("2+2=", "4", 1)],
+    ),
+    "verl validation": (
+        [{"input": "2+2=", "output": "4", "gts": None, "score": -1.0, "step": 3, "reward": 7.0, "acc": False}],
+        [("2+2=", "4", -1)],
+    ),
+    "OpenRLHF": ([{"input": "2+2=", "output": "4", "reward": -1.25}], [("2+2=", "4", -1.25)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
+    rows, expected = CASES[case]
+    trajectories, _ = imported(run, chat, rows)
+    tokenizer, model = load_tokenizer(str(chat)), load_policy(str(chat))
+    assert len(trajectories) == len(expected)
+    assert len({t.group for t in trajectories}) == len({t.prompt_id for t in trajectories}) == 1
+    for t, (prompt, response, reward) in zip(trajectories, expected, strict=True):
+        assert t.prompt_ids == expected_ids(tokenizer, prompt)
+        assert t.prompt_ids.count(BOS) == 1
+        assert t.response_ids == [*tokenizer(response, add_special_tokens=False)["input_ids"], EOS]
+        assert (t.response, t.reward, t.finished) == (response, reward, True)
+        log_probs = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0].log_softmax(-1)
+        start = len(t.prompt_ids) - 1
+        scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
+        np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("response", "finished", "end"),
+    [
+        ("4", True, [EOS]),
+        ("4<eos>", True, [EOS]),
+        ("4<end>", True, [END]),
+        ("4<end>\n", True, [END]),  # as a template writes a turn
+        ("4<end>\n", False, [END]),
+        ("4\n", True, ["\n", EOS]),
+        ("4", False, []),
+        ("", True, [EOS]),
+        ("4<end>5", True, [END, "5", EOS]),
+    ],
+)
+def test_a_finished_response_has_one_end_token(run, chat, response, finished, end):
+    (t,), _ = imported(run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}])
+    tokenizer = load_tokenizer(str(chat))
+    text = [] if not response else tokenizer("4", add_special_tokens=False)["input_ids"]
+    for token in end:
+        text += [token] if isinstance(token, int) else tokenizer(token, add_special_tokens=False)["input_ids"]
+    assert t.response_ids == text and t.finished is finished
+
+
+def test_a_rendered_prompt_gets_no_second_bos(run, chat):
+    tokenizer = load_tokenizer(str(chat))
+    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    (t,), _ = imported(run, chat, [{"prompt": text, "response": "4", "reward": 1}])
+    assert t.prompt_ids == expected_ids(tokenizer, [ASK]) and t.prompt_ids.count(BOS) == 1
+
+
+def test_optional_keys_are_kept(run, tmp_path, policy):
+    rows = [
+        {"prompt": "1+2>", "response": "1+2=3;#3", "reward": True, "gold": "3", "valid": True, "answer": 3},
+        {"prompt": "1+2>", "response": "#4", "reward": False, "valid": False},
+        {"prompt": "2*2>", "response": "2*2=", "reward": 0.25, "finished": False, "group": "mine", "prompt_id": 7},
+    ]
+    (first, second, third), out = imported(run, policy, rows)
+    assert "3 of 2 prompts in 2 groups" in out and "p = 0.667" in out
+    assert first.prompt_id == first.group == second.prompt_id == second.group
+    assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
+    assert (first.answer, first.gold, first.valid) == ("3", "3", True)
+    assert (second.answer, second.gold, second.valid, third.valid) == (None, None, False, None)
+    assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_fingerprint(str(policy))
+
+
+def test_prompts_of_several_files_keep_their_identity(run, policy):
+    rows = [{"prompt": prompt, "response": "1", "reward": 1} for prompt in ("1>", "2>")]
+    here, _ = imported(run, policy, rows)
+    there, _ = imported(run, policy, rows[::-1])
+    assert [t.group for t in here] == [t.group for t in there[::-1]] and here[0].group != here[1].group
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [
+            {"prompt": [SYSTEM, ASK | {"name": "ann"}], "response": [SAY], "reward": 1.0, "gold": "4", "group": None},
+            {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
+        ],
+        [{"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]}],  # a null name in one prompt of Parquet's
+    ],
+)
+def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
+    lines, _ = imported(run, chat, rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
+
+
+def test_import_takes_what_other_programs_write(run, tmp_path, policy):
+    line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
+    (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
+    with pytest.warns(UserWarning, match="2 trajectories hold text that the tokenizer does not know"):
+        (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
+    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
+    assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "gold"),
+    [
+        ("verl", "prompts stand without their special tokens.*responses that were cut off are not marked", "4"),
+        ("verl validation", "keys that mean nothing here are ignored: acc, step", None),
+        ("OpenRLHF", "in OpenRLHF's dump responses that were cut off are not marked", None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_dump_loses_is_said(run, chat, case, words, gold):
+    with pytest.warns(UserWarning, match=words):
+        (t,), _ = imported(run, chat, CASES[case][0])
+    assert t.gold == gold
+
+
+def test_nothing_is_warned_about_without_reason(run, chat, recwarn):
+    for case in ("text", "conversation", "TRL implicit prompt", "question beside conversations"):
+        imported(run, chat, CASES[case][0])
+    assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
+
+
+def test_overlong_trajectories_are_left_out_and_counted(run, tmp_path, policy):
+    rows = [{"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3, 200)]  # 64 with the end
+    with pytest.warns(UserWarning, match=r"2 of 4 trajectories are left out.* \(64\)"):
+        trajectories, out = imported(run, policy, rows)
+    assert [len(t.response_ids) for t in trajectories] == [62, 4]
+    assert "left out as too long: 2" in out and "trajectories      2 of 1 prompts" in out
+    with pytest.warns(UserWarning, match=r"3 of 4 .* \(6\)"):
+        trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
+    assert [t.response for t in trajectories] == ["111"]
+
+
+USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+GOOD = {"prompt": "1", "response": "2", "reward": 1}
+MALFORMED = [
+    ("{", "line 2: no JSON"),
+    ([1], "line 2: expected a JSON object"),
+    (GOOD | {"prompt": "1\ud800"}, "line 2: no JSON"),
+    ({}, "entry 2: the keys (none) are those of no format; expected those of one: prompt, response, reward;"),
+    ({"prompt": "1", "response": "2"}, "'prompt', 'response' are those of no format"),
+    (GOOD | {"response": None}, "'prompt', 'reward' are those of no format"),
+    (GOOD | {"completion": "2", "label": True}, "are those of prompt and response and of TRL's unpaired preference"),
+    (GOOD | {"messages": []}, "are those of prompt and response and of conversation"),
+    (GOOD | {"prompt": 1}, "'prompt' must hold text or chat messages, found int"),
+    (GOOD | {"response": 2}, "'response' must hold text or chat messages, found int"),
+    (GOOD | {"prompt": []}, "'prompt' must hold text or chat messages, found no message"),
+    (GOOD | {"response": []}, "'response' must hold text or chat messages, found no message"),
+    ({"messages": [], "reward": 1}, "'messages' must hold text or chat messages, found no message"),
+    ({"messages": "1", "reward": 1}, "'messages' holds text, which does not say where its prompt ends"),
+    ({"chosen": "1", "rejected": "2"}, "'chosen' holds text, which does not say where its prompt ends"),
+    ({"messages": [BOT], "reward": 1}, "'prompt' must hold text or chat messages, found no message"),
+    ({"messages": [USER, USER], "reward": 1}, "must end in the one assistant message"),
+    ({"messages": [USER, BOT, BOT], "reward": 1}, "the prompt ends in an assistant message"),
+    (GOOD | {"response": [BOT, BOT]}, "must end in the one assistant message"),
+    (GOOD | {"response": [USER]}, "must end in the one assistant message"),
+    (GOOD | {"prompt": [USER, BOT]}, "the prompt ends in an assistant message"),
+    (GOOD | {"prompt": [USER | {"role": "human"}]}, "the role 'human'; expected system, "),
+    (GOOD | {"prompt": [{"content": "1"}]}, "the role None"),
+    (GOOD | {"prompt": [{"role": "user"}]}, "no object with a role and a text"),
+    (GOOD | {"prompt": [USER | {"content": [1]}]}, "no object with a role and a text"),
+    (GOOD | {"prompt": ["1"]}, "no object with a role and a text"),
+    (GOOD | {"prompt": [USER]}, "tokenizer has no chat template"),
+    (
+        {"chosen": [USER, BOT], "rejected": [USER | {"content": "3"}, BOT]},
+        "chosen and rejected must differ in their last message alone",
+    ),
+    (GOOD | {"reward": "1"}, "'reward' must hold bool or int or float, found str"),
+    ({"prompt": "1", "completion": "2", "label": 0}, "'label' must hold bool, found int"),
+    ({"input": "1", "output": "2", "score": [1]}, "'score' must hold bool or int or float, found list"),
+    (GOOD | {"reward": math.nan}, "not finite"),
+    (GOOD | {"reward": -math.inf}, "not finite"),
+    (GOOD | {"reward": 1e39}, "not finite"),
+    (GOOD | {"reward": 10**400}, "not finite"),
+    (GOOD | {"response": "", "finished": False}, "the response is empty"),
+    (GOOD | {"prompt": ""}, "the prompt is empty"),
+    (GOOD | {"finished": "no"}, "'finished' must hold bool"),
+    (GOOD | {"gold": [3]}, "'gold' must hold str or int or float"),
+]
+
+
+@pytest.mark.parametrize(("entry", "words"), MALFORMED)
+def test_import_refuses_malformed_entries(run, tmp_path, policy, entry, words):
+    line = entry if isinstance(entry, str) else json.dumps(entry)
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    code, out, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "o/a.parquet")
+    assert code == 2 and words in err and err.count("\n") == 1 and err.startswith("error: a.jsonl, ")
+    assert len(err) < 500 and out == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no line"),
+        ('{"prompt": "1", "response": "%s", "reward": 1}' % ("1" * 64), "every entry has more tokens"),
+        (None, "cannot be read"),
+    ],
+)
+def test_import_refuses_files_without_a_usable_entry(run, tmp_path, policy, text, words):
+    if text is not None:
+        (tmp_path / "a.jsonl").write_text(text)
+    before = set(tmp_path.iterdir())
+    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet")
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
