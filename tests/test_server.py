@@ -24,12 +24,13 @@ from conftest import ROOT, make_policy
 from transformers.utils.import_utils import is_serve_available
 
 import train
+from topr.evaluation import per_problem
 from topr.io import InputError
 from topr.logprobs import score
 from topr.module import PolicyModule
 from topr.policy import load_policy, load_tokenizer
 from topr.sampling import LocalSampler, Response, Sampling, ServerSampler
-from topr.trajectories import read_trajectories
+from topr.trajectories import Trajectory, read_trajectories
 
 END = 1  # of the arithmetic tokenizer
 PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]
@@ -412,6 +413,16 @@ def test_training_is_measured_in_process_whatever_samples_for_predict(run, polic
     samplers = [LocalSampler(7), ServerSampler("http://127.0.0.1:9/v1")]
     local, server = (PolicyModule("", task=None, loss=None, optimizer=None, sampler=sampler) for sampler in samplers)
     assert (local.sampler, local.evaluator, server.sampler) == (samplers[0], samplers[0], samplers[1])
+
+
+def test_metrics_of_uneven_problems_share_the_fewest_responses():
+    graded = [("a", 1.0, "1"), ("a", -1.0, "2"), ("a", 1.0, "1"), ("b", -1.0, "1"), ("b", 1.0, "2")]
+    rows = [Trajectory(name, name, "", [3], "", [3], [], reward, True, True, said) for name, reward, said in graded]
+    values = per_problem(rows)
+    assert set(values) == {"pass@1", "pass@2", "maj@2", "invalid", "length"}
+    np.testing.assert_allclose(values["pass@1"], [2 / 3, 1 / 2])
+    np.testing.assert_allclose(values["pass@2"], [1.0, 1.0])
+    np.testing.assert_allclose(values["maj@2"], [0.5, 0.5])
 
 
 @pytest.fixture(scope="module")
