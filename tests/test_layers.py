@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 from conftest import ROOT
 
 LAYERS = [
-    {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan", "report"},
+    {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan", "report", "server"},
     {
         "tasks",
         "tasks.task",

@@ -30,7 +30,7 @@ def sample_and_grade(
     sampling: Sampling,
     seed: int,
 ) -> list[Trajectory]:
-    """n graded responses to each problem, one problem after the other, `ref_logprobs` still empty."""
+    """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty."""
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     ids = [prompt_ids for _, prompt_ids in prompts]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
@@ -83,12 +83,16 @@ def sample_part(
     seed: int,
     microbatch_tokens: int,
 ) -> int:
-    """Sample, grade and score problems and write them as one file; the number of trajectories in it."""
+    """Sample, grade and score problems and write them as one file; the number of trajectories in it.
+
+    No file is written where a server delivered no response that can be used.
+    """
     # the same whichever rank or run writes it
     seed = int(np.random.SeedSequence([seed, *path.stem.encode()]).generate_state(1, np.uint64)[0] >> 1)
     trajectories = sample_and_grade(sampler, model, tokenizer, task, problems, n, sampling, seed)
-    add_log_probs(model, trajectories, microbatch_tokens)
-    write_trajectories(path, trajectories, about)
+    if trajectories:
+        add_log_probs(model, trajectories, microbatch_tokens)
+        write_trajectories(path, trajectories, about)
     return len(trajectories)
 
 
@@ -129,7 +133,7 @@ def per_problem(
 
     Args:
         trajectories: the responses of one problem behind the other.
-        ks: for pass@k and maj@k; the responses of a problem by default.
+        ks: for pass@k and maj@k; the responses of a problem by default, the fewest of any where they differ.
         weights: a verifier's weight of each response, for weighted@k beside maj@k.
 
     Returns:
@@ -139,12 +143,13 @@ def per_problem(
     values: dict[str, list[float]] = {}
     trajectories, start = list(trajectories), 0
     gave_up = any(t.valid is None for t in trajectories)
-    for _, rows in groupby(trajectories, key=lambda t: t.prompt_id):
-        rows = list(rows)
+    problems = [list(rows) for _, rows in groupby(trajectories, key=lambda t: t.prompt_id)]
+    ks = ks or [min(map(len, problems), default=0)]
+    for rows in problems:
         n, correct = len(rows), [t.reward > 0 for t in rows]
         answers = [t.answer if t.valid else None for t in rows]
         scores = {"pass@1": sum(correct) / n}
-        for k in ks or [n]:
+        for k in ks:
             scores[f"pass@{k}"] = pass_at_k(n, sum(correct), k)
             scores[f"maj@{k}"] = maj_at_k(answers, correct, k)
             if weights is not None:

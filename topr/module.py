@@ -21,7 +21,7 @@ from topr.logprobs import Tokens
 from topr.losses import Loss
 from topr.monitor import Monitor, gather
 from topr.policy import LoRA, export_policy, full_state_dict, gathered, load_policy, load_tokenizer, merge, shard
-from topr.sampling import LocalSampler, Sampler
+from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory
 
@@ -34,7 +34,8 @@ class PolicyModule(LightningModule):
         task: grades responses.
         loss: see `topr.losses`.
         optimizer: any torch optimiser.
-        sampler: generates responses for validation, test and predict; in process by default.
+        sampler: generates responses for validation, test and predict; in process by default. A `ServerSampler` is
+            for predict only: what it serves is not what is being trained, and all else is sampled in process.
         lora: adapters to train in place of the weights; `policy/` holds the merged weights, `adapter/` the adapters.
         activation_checkpointing: compute activations again in the backward instead of keeping them: less memory, a
             third more time.
@@ -55,6 +56,7 @@ class PolicyModule(LightningModule):
         super().__init__()
         self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
         self.sampler = sampler or LocalSampler()
+        self.evaluator = LocalSampler() if isinstance(self.sampler, ServerSampler) else self.sampler
         self.lora, self.activation_checkpointing = lora, activation_checkpointing
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         check_counts("model.", threads=threads)
@@ -154,7 +156,8 @@ class PolicyModule(LightningModule):
         """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
         data = self.trainer.datamodule
         seed = _seed(data.seed, moment, self.global_rank)
-        return sample_and_grade(self.sampler, self.policy, self.tokenizer, self.task, problems, n, data.sampling, seed)
+        how = n, data.sampling, seed
+        return sample_and_grade(self.evaluator, self.policy, self.tokenizer, self.task, problems, *how)
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))

@@ -1,17 +1,21 @@
 """Samplers: several responses to each prompt, as token ids."""
 
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from topr.io import InputError, check_counts
 from topr.policy import end_tokens
+from topr.server import COUNT, FLAVOURS, Servers
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Sampler(ABC):
         self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> list[list[Response]]:
         """n responses to each prompt; the same arguments give the same responses.
+
+        A sampler that cannot vouch for a response leaves it out, so that a prompt has fewer, and warns.
 
         Args:
             model: the policy.
@@ -112,6 +118,104 @@ class LocalSampler(Sampler):
                 for i, sampled in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
                     responses[i].append(_cut(sampled, ends, sampling.stop, tokenizer))
         return responses
+
+
+class ServerSampler(Sampler):
+    """On OpenAI-compatible servers, for `predict`; log mu is scored here, so they must serve the very policy.
+
+    Each response is a request with a seed of its own, so that samples repeat as far as the server is deterministic.
+    Answers whose token ids are not certain are dropped, counted and warned about.
+
+    Args:
+        url: address up to and with /v1, or several, which share the requests.
+        flavour: vllm or sglang exchange token ids. openai, for any other server, exchanges text and drops responses
+            whose number of tokens differs when tokenised again: exact only where a text has one tokenisation. It
+            takes the tokenizer's end token for whichever ended a response, and neither top_k nor stop.
+        model: name of the policy on the servers; by default the only one that they list.
+        concurrency: requests at once over all servers, of each process.
+        timeout: seconds to wait for a response; one that takes longer is asked for again, never dropped, which would
+            thin out long responses.
+        retries: how often a request is repeated after a time-out, a broken connection or a busy or failing server.
+
+    Raises:
+        InputError: a value lies outside its range.
+    """
+
+    def __init__(
+        self,
+        url: str | list[str],
+        flavour: Literal["vllm", "sglang", "openai"] = "vllm",
+        model: str | None = None,
+        concurrency: int = 64,
+        timeout: float = 600.0,
+        retries: int = 6,
+    ):
+        if flavour not in FLAVOURS:
+            raise InputError(f"ServerSampler: flavour is {flavour!r}; choose from {', '.join(FLAVOURS)}")
+        urls = [url] if isinstance(url, str) else url
+        self.flavour, self.servers = FLAVOURS[flavour], Servers(urls, model, concurrency, timeout, retries)
+        self.exact: set[str] = set()  # servers that have returned token ids
+        self.delivered = False
+
+    def sample(
+        self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
+    ) -> list[list[Response]]:
+        ends = end_tokens(model, tokenizer)
+        flavour = self.flavour(tokenizer, ends, sampling.top_k, sampling.stop)
+        common = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        common |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        asked, bodies = [], []  # the prompt's number for each request
+        dropped: Counter[str] = Counter()
+        for i, prompt in enumerate(prompts):
+            request = flavour.request(prompt)
+            if request is None:
+                dropped["no text is tokenised to the prompt's ids"] += n
+                continue
+            asked += [i] * n
+            for word in np.random.SeedSequence((seed, i)).generate_state(n):
+                bodies.append(common | request | {"seed": int(word >> 1)})  # 31 bits, which every server takes
+
+        def read(number: int, url: str, answer: Any) -> Response | str:
+            try:
+                choice, usage = answer["choices"][0], answer["usage"]
+                ids, counts = flavour.ids(choice), (usage["prompt_tokens"], usage["completion_tokens"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise InputError(
+                    f"{url} answers without choices or usage, as no OpenAI-compatible server does"
+                ) from error
+            if ids is None and url not in self.exact:
+                raise InputError(f"{url} returns no token ids; use a newer vLLM or SGLang, or flavour openai")
+            self.exact.add(url)
+            if ids is None or isinstance(ids, str):
+                return ids or "without token ids"
+            if counts[0] != len(prompts[asked[number]]):
+                return "the server read another prompt"
+            if counts[1] != len(ids):
+                return COUNT
+            response = _cut(ids, ends, sampling.stop, tokenizer) if ids else Response([], False)
+            stopped = response.finished or any(text in tokenizer.decode(response.ids) for text in sampling.stop)
+            if not stopped and len(ids) != sampling.max_new_tokens:
+                return "cut off by the server"
+            return response
+
+        responses: list[list[Response]] = [[] for _ in prompts]
+        for i, result in zip(asked, self.servers.complete(bodies, read), strict=True):
+            if isinstance(result, Response):
+                responses[i].append(result)
+            else:
+                dropped[result] += 1
+        self._tell(dropped, n * len(prompts), flavour.remedy)
+        return responses
+
+    def _tell(self, dropped: Counter[str], total: int, remedy: str) -> None:
+        """Warn about dropped responses; refuse to go on with servers that have never given a usable one."""
+        self.delivered = self.delivered or dropped.total() < total
+        if dropped:
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
+            told = f"{' and '.join(self.servers.urls)}: {dropped.total()} of {total} responses dropped: {reasons}"
+            if not self.delivered:
+                raise InputError(f"{told}; {remedy}")
+            warnings.warn(told, stacklevel=3)
 
 
 @contextmanager
