@@ -6,8 +6,20 @@ from graphlib import TopologicalSorter
 from conftest import ROOT
 
 LAYERS = [
-    {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan"},
-    {"tasks", "tasks.task", "tasks.arithmetic", "datamodule", "loaders", "sampling", "evaluation"},
+    {
+        "io",
+        "losses",
+        "logprobs",
+        "trajectories",
+        "importing",
+        "metrics",
+        "policy",
+        "plan",
+        "tasks.latex",
+        "tasks.judge",
+        "tasks.equivalence",
+    },
+    {"tasks", "tasks.task", "tasks.arithmetic", "tasks.math", "datamodule", "loaders", "sampling", "evaluation"},
     {"monitor", "module", "optim"},
 ]
 

@@ -4,8 +4,8 @@ from importlib import import_module
 
 from topr.tasks.task import Grade, Problem, Task
 
-__all__ = ["Arithmetic", "Grade", "Problem", "Task"]
-MODULES = {"Arithmetic": "arithmetic"}
+__all__ = ["MATH", "Arithmetic", "Grade", "Problem", "Task"]
+MODULES = {"Arithmetic": "arithmetic", "MATH": "math"}
 
 
 def __getattr__(name: str):
