@@ -55,7 +55,7 @@ def test_every_gold_of_math500_equals_itself_and_is_a_problem():
         same = grade(problem.gold, problem.gold)
         assert same.reward == 1 and not refused(same.answer), problem
     neighbours = [(a.gold, b.gold) for a, b in zip(problems, problems[1:], strict=False) if a.gold != b.gold]
-    assert [pair for pair in neighbours if grade(*pair).reward == 1] == [("x=5", "5")] * 0
+    assert [pair for pair in neighbours if grade(*pair).reward == 1] == [("5", "x=5")]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,11 @@ def test_without_a_box_a_response_is_invalid(text):
     assert MATH().grade(text, "5") == Grade(-1.0, False, None)
 
 
+def test_an_overlong_box_is_invalid():
+    assert grade("0" * 400 + "5", "5") == Grade(-1.0, False, None)
+    assert grade("0" * 399 + "5", "5").reward == 1
+
+
 def test_thoughts_are_not_graded():
     assert MATH().grade(r"<think>\boxed{5}</think> It is 5.", "5") == Grade(-1.0, False, None)
     assert MATH().grade(r"<think>\boxed{4}</think> It is \boxed{5}.", "5") == Grade(1.0, True, "5")
@@ -108,7 +113,7 @@ def test_answers_have_one_spelling():
 @pytest.mark.parametrize(
     "answer",
     [
-        "9**9**9", "2**3", "a__b", "9^{9^{9^9}}", "9^{9^9}", "9^{99999}", r"\left(9^{9}\right)^{123456}", "1000000!",
+        "9**9**9", "2**3", "a__b", "9^{9^{9^9}}", "9^{9^9}", "x^{x^{x^x}}", "9^{99999}", r"\left(9^{9}\right)^{123456}", "1000000!",
         "(9!)!", r"1000\%!", "9!!", r"\binom{1000000}{500000}", "{" * 150 + "5" + "}" * 150, "(" * 30 + "5" + ")" * 30,
         r"\sqrt{" * 40 + "5" + "}" * 40, "٥", "５", r"\frac{٥}{1}",
     ],

@@ -17,14 +17,15 @@ import sys
 MEMORY = 1 << 30  # bytes of address space; math-verify itself takes a quarter
 CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\begin": r"\end"}
 MATRIX = re.compile(r"[(\[]?\\begin\{[pb]?(?:small)?(?:matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{[a-z]+\}[)\]]?")
-NAME = re.compile(
-    r"(?:m?\\angle ?)?\\?[a-zA-Z]+(?:_\{[^{}]*\}|\^\{-1\})?'?(?:\([^()]*\))?|\\text\{[^{}]*\}|\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)+\)"
+NAME = re.compile(  # x, x_1, f'(x), f^{-1}(x), \angle ABC, words, (x,y)
+    r"(?:m?\\angle ?)?\\?[a-zA-Z]+(?:_\{[^{}]*\}|\^\{-1\})?'?(?:\([^()]*\))?"
+    r"|\\text\{[^{}]*\}|\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)+\)"
 )
 BASED = re.compile(r"([0-9A-Z]*[0-9][0-9A-Z]*)_\{(\d+)\}")
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether an answer means the same as the gold, both in the normal form of `latex.py`; in one second or never."""
+    """Whether an answer means the same as the gold, both in the normal form of `latex.py`."""
     if gold == answer:
         return True
     if len({found[2] for text in (gold, answer) if (found := _interval(text))}) > 1:  # x>5 and y>5
@@ -36,10 +37,11 @@ def same(gold: str, answer: str) -> bool:
     if gold_kind == kind == "atom":
         return _same_equation(golds[0], answers[0]) if "=" in gold + answer else _same_atom(golds[0], answers[0])
     if gold_kind != kind:
-        computed = any(
-            re.search(r"\\(?:setminus|backslash|cap|mathbb|[a-z]*matrix)|matrix\}", t) for t in (gold, answer)
+        # 2\begin{pmatrix}…, \mathbb{R}\setminus\{2\}
+        computed = re.search(r"\\(?:setminus|backslash|cap|mathbb)|matrix\}", f"{gold} {answer}")
+        return (
+            bool(computed) and "atom" in (gold_kind, kind) and "=" not in gold + answer and _same_formula(gold, answer)
         )
-        return computed and "atom" in (gold_kind, kind) and "=" not in gold + answer and _same_formula(gold, answer)
     if len(golds) != len(answers):
         return False
     if kind in ("list", "union"):
@@ -55,15 +57,15 @@ def same(gold: str, answer: str) -> bool:
 def _structure(text: str) -> tuple[str, list[str]]:
     """The kind of an answer (list, union, matrix with its number of rows, its pair of brackets, or atom), its parts."""
     text = re.sub(r"^\\\{[a-zA-Z](?:\\in ?\\mathbb\{R\})?(?:\\mid ?|:|\|)(.*)\\\}$", r"\1", text)
-    if found := re.fullmatch(rf"(?:{NAME.pattern})(?:=|\\in ?)((?:[(\[]|\\\{{|\\langle|\\mathbb|\\begin).*)", text):
-        if _enclosed(found[1]) or found[1].endswith("matrix}") or "\\in" in text[: found.start(1)]:
-            return _structure(found[1])
-    if text in (r"\mathbb{R}", r"\mathbb{R}."):
+    found = re.fullmatch(rf"(?:{NAME.pattern})(=|\\in ?)((?:[(\[]|\\\{{|\\langle|\\mathbb|\\begin).*)", text)
+    if found and (found[1] != "=" or _enclosed(found[2]) or found[2].endswith("matrix}")):  # not y=(x+1)(x-1)
+        return _structure(found[2])
+    if text == r"\mathbb{R}":
         text = r"(-\infty,\infty)"
     if found := re.fullmatch(r"[a-zA-Z]\\ne ?([^,]+)", text):
         return "union", [rf"(-\infty,{found[1]})", rf"({found[1]},\infty)"]
     if (found := MATRIX.fullmatch(text)) and found[1].count("\\begin") == 0:
-        rows = [row for row in found[1].replace(r"\hline", "").split("\\\\") if row]
+        rows = [row for row in found[1].split("\\\\") if row]
         return f"matrix {len(rows)}", [cell for row in rows for cell in row.split("&")]
     if len(parts := _split(text, r"\cup")) > 1:
         return "union", parts
@@ -96,7 +98,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _split(text: str, *separators: str) -> list[str]:
-    """Split at separators outside all brackets; (0,1] and [0,1) count as brackets too."""
+    """The parts between separators that stand outside all brackets, among them those of (0,1] and [0,1)."""
     parts, depth = [""], 0
     for token in _tokens(text):
         depth += (token in CLOSING) - (token in CLOSING.values())
@@ -150,6 +152,7 @@ def _interval(text: str) -> tuple[str, list[str], str] | None:
 
 
 def _coordinates(kind: str, parts: list[str]) -> tuple[str, list[str]]:
+    """x=3, y=4 as (3,4)."""
     names = [part.partition("=")[0] for part in parts if NAME.fullmatch(part.partition("=")[0])]
     if kind == "list" and len(names) == len(parts) and names == sorted(set(names)):
         return "()", [part.partition("=")[2] for part in parts]
@@ -169,11 +172,14 @@ def _same_equation(gold: str, answer: str) -> bool:
         return bool(NAME.fullmatch(golds[0])) and same(golds[-1], answer)
     if len(answers) > 1 and not NAME.fullmatch(answers[0]) and NAME.fullmatch(answers[-1]):
         answers.reverse()
-    return len(answers) > 1 and same(gold, answers[-1])
+    # x+y=5 and 2+3=5 say 5; 3x+1=5 and an equation with 0 on its right side do not
+    zero = answers[-1] == "0" and re.search(r"[a-z]", answers[0])
+    unsolved = not NAME.fullmatch(answers[0]) and (zero or re.search(r"\d[a-z].*[+-]\d|^\d+[a-z]$", answers[0]))
+    return len(answers) > 1 and not unsolved and same(gold, answers[-1])
 
 
 def _same_atom(gold: str, answer: str) -> bool:
-    if r"\text" in gold + answer or re.search(r"\d:[0-5]\d(?!\d)", f"{gold} {answer}"):  # words, or a time of day
+    if r"\text" in gold + answer or re.search(r"\d:[0-5]\d(?!\d)", gold):  # words, or a time of day
         return _words(gold) == _words(answer)
     if re.search(r"\d_\{", gold + answer):
         (digits, base), (other, other_base) = (
@@ -191,10 +197,12 @@ def _same_atom(gold: str, answer: str) -> bool:
 
 
 def _words(text: str) -> str:
+    """What is compared where words are: letters and digits, without case and spaces."""
     return re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ", "").lower().strip(".()")
 
 
 def _repeating(decimal: re.Match) -> str:
+    r"""`1.\overline{3}` as `\frac{12}{9}`."""
     whole, once, period = decimal.groups()
     numerator = int(whole + once + period) - int(whole + once)
     return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(once)}}}"
@@ -217,7 +225,7 @@ def _same_formula(gold: str, answer: str) -> bool:
 
 
 def main() -> None:
-    """Read lines `[gold, answer]`, write lines `{"same": true | false | null}`, null for an error, until the input ends."""
+    """Answer lines `[gold, answer, seconds]` by `{"same": true or false, null for an error}` until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable()
     replies = os.fdopen(os.dup(1), "w")

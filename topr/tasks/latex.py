@@ -8,25 +8,28 @@ import re
 
 UNICODE = {
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/",
-    "≤": r"\le ", "≥": r"\ge ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", 
+    "≤": r"\le ", "≥": r"\ge ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "\u00a0": " ",
 }  # fmt: skip
 # two answers in units that have nothing in common differ, whatever their numbers; further units are not told apart
 UNITS = {
     "cent": "cents?|¢", "dollar": r"dollars?|\\\$", "mm": "mm|milli(?:meter|metre)s?", "m": "m|meters?|metres?",
-    "cm": "cm|centi(?:meter|metre)s?", "km": "km|kilo(?:meter|metre)s?", "inch": "in|inch|inches", "foot": "ft|foot|feet",
+    "cm": "cm|centi(?:meter|metre)s?", "km": "km|kilo(?:meter|metre)s?", "inch": "in|inch|inches",
+    "foot": "ft|foot|feet",
     "yard": "yd|yards?", "mile": "mi|miles?", "second": "s|sec|seconds?", "minute": "min|minutes?", "day": "days?",
     "hour": "h|hr|hours?", "week": "weeks?", "month": "months?", "year": "yr|years?", "radian": "rad|radians?",
-    "degree": r"deg|degrees?|\^ *\{? *\\circ", "gram": "g|grams?", "kg": "kg|kilograms?", "percent": "%", "am": r"a\.?m\b", "pm": r"p\.?m\b",
+    "degree": r"deg|degrees?|\^ *\{? *\\circ", "gram": "g|grams?", "kg": "kg|kilograms?",
+    "percent": "%", "am": r"a\.?m\b", "pm": r"p\.?m\b",
 }  # fmt: skip
 FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln"
-BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
 ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1, "^": 1, "_": 1}
 
+# in this order; a later rule relies on what the earlier ones have left
 SPELLING = [
     (r"\\(?:left|right|[bB]ig{1,2}[lrm]?)(?![a-zA-Z])( *\.(?!\d))?", ""),
-    (r"\\(?:(?:display|text)style|large|Large|normalsize|small)(?![a-zA-Z])|\\(?:text)?color *\{[^{}]*\}|\\underline *(?=\{)|"
-     r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=.*\$)|(?<=.)(?<!\\)\$", ""),
+    (r"\\(?:(?:display|text)style|[lL]arge|small)(?![a-zA-Z])|\\(?:text)?color *\{[^{}]*\}|\\underline *(?=\{)", ""),
+    (r"(?<!\\)\\[()\[\]]|(?<!\\)\$(?=.*\$)|(?<=.)(?<!\\)\$", ""),
     (r",\s*\\!\s*|\{\s*,\s*\}", ","),
     (r"(?<!\\)\\!|(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ""),
     (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\[hv]space *\{[^{}]*\}|\s+", " "),
@@ -38,6 +41,9 @@ SPELLING = [
     (r"\\(?:math(?:rm|it|bf|sf)|text[a-z]{2}|textnormal|[mh]box|unit) *\{", r"\\text{"),
     (rf"\\(?:text|operatorname) *\{{ *({FUNCTIONS}) *\}}", r"\\\1 "),
     (r"\\text *\{[ ,.;]*\}", " "),
+    (r"\\text *\{ *([-.\d][^{}]*)\}", r"\1"),
+    (r"\\\\ *\[ *[\d.]+ *[a-z]{2} *\]", r"\\\\"),  # space between rows
+    (r"(?<=\d) *(?:\^ *)?(?:\{ *)?(?:\\text *\{ *)?(?:st|nd|rd|th)(?![a-zA-Z])(?: *\}){0,2}", ""),
     (r"^ *(?:\\text *\{[^{}]*(?:\b(?:is|are)|:|=) *\}(?=.)|=|\\approx(?![a-zA-Z]))", ""),
     (r"\\([lr](?:brace|brack|vert))(?![a-zA-Z])",
      lambda m: {"lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]"}.get(m[1], "|")),
@@ -46,14 +52,14 @@ SPELLING = [
     (r"\\([lg])t(?![a-zA-Z])", lambda m: "<" if m[1] == "l" else ">"),
     (r"\\varnothing(?![a-zA-Z])|\\\{ *\\\}", r"\\emptyset"),
     (r"\\degrees?(?![a-zA-Z])|\^ *\{? *(?:\\circ|o)(?![a-zA-Z]) *\}?", r"^{\\circ}"),
-    (r"\(? *([0-9A-Z]+) *\)? *_ *\{? *(?:\\text *\{)? *(%s)(?: *\}){0,2}" % "|".join(BASES),
-     lambda m: f"{m[1]}_{{{BASES.index(m[2]) + 2}}}"),
+    (rf"\(? *([0-9A-Z]+) *\)? *_ *\{{? *(?:\\text *\{{)? *({'|'.join(BASES)})(?: *\}}){{0,2}}",
+     lambda m: f"{m[1]}_{{{16 if m[2] == 'sixteen' else BASES.index(m[2]) + 2}}}"),
     (r"\((\d+)\) *_", r"\1_"),
     (r"_ *\{? *\((\d+)\) *\}?", r"_{\1}"),
     (r"\\?%|\\text *\{ *(?:percent|percentage|\\?%) *\}|(?<![a-z]) *percent(?![a-z])", "%"),
     (r",? *\\text *\{,? *(and|or),? *\}", lambda m: ", " if m[1] == "and" else r" \or "),
 ]  # fmt: skip
-# after units and words are gone
+# where the answer is no words, after its units are gone
 FORMULAS = [
     (r",? *(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])", lambda m: ", " if m[1] == "and" else r" \or "),
     (r"(?<![\\a-zA-Z])(pi|sqrt|infinity|infty)(?![a-zA-Z])", lambda m: "\\" + m[1].replace("infinity", "infty") + " "),
@@ -111,9 +117,10 @@ def read(text: str) -> tuple[str, frozenset[str]]:
         return choice[1], frozenset()
     if re.fullmatch(r"[A-Z](?:(?: *,| +and| +or)+ +[A-Z])+", words):  # several choices
         text = words
-    elif re.fullmatch(r"[a-zA-Z][a-zA-Z '.-]*", words) and (words != text or re.search(r"[a-zA-Z]{4}", words)):
-        if words not in ("infinity", "infty", "sqrt"):
-            return rf"\text{{{' '.join(words.lower().split())}}}", frozenset()
+    elif re.fullmatch(r"(?!infinity)[a-zA-Z][a-zA-Z '.-]*", words) and (
+        words != text or re.search(r"[a-zA-Z]{4}", words)
+    ):
+        return rf"\text{{{' '.join(words.lower().split())}}}", frozenset()
     dropped = []
 
     def drop(match: re.Match) -> str:
@@ -138,7 +145,7 @@ def read(text: str) -> tuple[str, frozenset[str]]:
 
 
 def _brace(text: str) -> str:
-    r"""Braces around every argument: `\frac12` is `\frac{1}{2}`. Unlike TeX, `2^10` is read as it is meant, `2^{10}`."""
+    r"""Braces around every argument: `\frac12` is `\frac{1}{2}`. Unlike TeX, it takes `2^10` as meant, for `2^{10}`."""
     out, missing = [], [0]  # arguments still to come, for each group that is open
     for token in re.findall(r"\\sqrt *\[[^\[\]]*\]|\\[a-zA-Z]+|\\.|\s+|(?<=[\^_])-?\d+|.", text):
         if missing[-1] and token.isspace():

@@ -21,13 +21,13 @@ REFUSED = [
 INSTRUCTION = r"Solve the problem step by step, then give the final answer in \boxed{}."
 EXAMPLES = [
     (
-        r"A bakery packs $84$ rolls into bags of $6$ and sells each bag for $\$2.50$. How many dollars does it take in?",
+        r"A bakery packs $84$ rolls into bags of $6$ and sells a bag for $\$2.50$. How many dollars does it take in?",
         r"There are $84 \div 6 = 14$ bags. They bring $14 \cdot 2.50 = 35$ dollars. The answer is $\boxed{35}$.",
     ),
     (
         r"Find all real $x$ with $x^2 - x \le 12$. Give the answer in interval notation.",
-        r"The inequality says $x^2 - x - 12 \le 0$, that is $(x-4)(x+3) \le 0$. A product of two factors is at most zero "
-        r"where their signs differ or one of them vanishes, so $-3 \le x \le 4$. The answer is $\boxed{[-3,4]}$.",
+        r"The inequality says $x^2 - x - 12 \le 0$, that is $(x-4)(x+3) \le 0$. A product of two factors is at most "
+        r"zero where their signs differ or one of them vanishes, so $-3 \le x \le 4$. The answer is $\boxed{[-3,4]}$.",
     ),
     (
         r"Two fair dice are rolled. What is the probability that the larger of the two numbers is exactly $4$?",
@@ -88,7 +88,7 @@ class MATH(Task):
 
 
 def last_box(text: str) -> str | None:
-    r"""What the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` holds; empty ones do not count. None without one."""
+    r"""What the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` holds; empty ones do not count. None: no box."""
     last, answer, opened = -1, None, []
     for found in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:(\{)|([-+]?[\w.,/]+))?|\\.|[{}]", text, re.DOTALL):
         if found[2]:
