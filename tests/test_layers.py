@@ -6,21 +6,16 @@ from graphlib import TopologicalSorter
 from conftest import ROOT
 
 LAYERS = [
-    {"io", "losses", "logprobs", "trajectories", "importing", "metrics", "policy", "plan", "report", "server"},
     {
-        "tasks",
-        "tasks.task",
-        "tasks.arithmetic",
-        "tasks.arithmetic_verifier",
-        "tasks.gsm8k",
-        "tasks.verifier",
-        "datamodule",
-        "loaders",
-        "sampling",
-        "evaluation",
+        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "plan", "server",
+        "tasks.latex", "tasks.judge", "tasks.equivalence",
+    },
+    {
+        "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.gsm8k", "tasks.math",
+        "tasks.verifier", "datamodule", "loaders", "sampling", "evaluation",
     },
     {"monitor", "module", "optim"},
-]
+]  # fmt: skip
 
 
 def imports() -> dict[str, set[str]]:

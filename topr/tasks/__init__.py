@@ -4,11 +4,12 @@ from importlib import import_module
 
 from topr.tasks.task import Grade, Problem, Task
 
-__all__ = ["GSM8K", "Arithmetic", "ArithmeticVerifier", "Grade", "Problem", "Task", "Verifier"]
+__all__ = ["GSM8K", "MATH", "Arithmetic", "ArithmeticVerifier", "Grade", "Problem", "Task", "Verifier"]
 MODULES = {
     "Arithmetic": "arithmetic",
     "ArithmeticVerifier": "arithmetic_verifier",
     "GSM8K": "gsm8k",
+    "MATH": "math",
     "Verifier": "verifier",
 }
 
