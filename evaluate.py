@@ -15,7 +15,7 @@ from topr.evaluation import describe, figure, missing_parts, per_problem, sample
 from topr.io import InputError, atomic, check_counts, check_folder, command
 from topr.policy import load_policy, load_tokenizer, provenance
 from topr.sampling import LocalSampler, Sampling
-from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
+from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, read_trajectories, write_trajectories
 
@@ -23,6 +23,7 @@ from topr.trajectories import Trajectory, read_trajectories, write_trajectories
 BENCHMARKS = {
     "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
     "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
+    "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
 }
 
 

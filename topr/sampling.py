@@ -114,7 +114,11 @@ class LocalSampler(Sampler):
                 rows = order[start : start + self.rows]
                 ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
                 criteria = [partial(_stopped, tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
-                output = model.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria)
+                # weights are whole (see `gathered`): ranks that waited for each other at every token would never end
+                # where one of them has fewer prompts
+                output = model.generate(
+                    ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria, synced_gpus=False
+                )
                 for i, sampled in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
                     responses[i].append(_cut(sampled, ends, sampling.stop, tokenizer))
         return responses
