@@ -1,6 +1,9 @@
 """predict and evaluate.py sample what is missing, once, whoever was killed when; what they had stays as it is."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,3 +130,26 @@ def test_figures_of_several_k_weights_and_answers_nobody_could_judge(policy):
     assert values["pass@2"] == [1 - 1 / 6] and values["maj@4"] == [1] and values["weighted@4"] == [0]
     assert values["maj@2"] == [0.5] and values["weighted@2"] == [0.5]
     assert values["invalid"] == [0.25] and values["ungraded"] == [0.25]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_sample_what_one_does_where_one_of_them_runs_out_of_problems(tmp_path, policy, strategy):
+    lines = (ROOT / "data" / "arithmetic" / "train.jsonl").read_text().splitlines(True)
+    (tmp_path / "problems.jsonl").write_text("".join(lines[:130]))  # three files for two ranks
+    command = [
+        sys.executable, ROOT / "train.py", "predict", "--config", ROOT / "configs" / "arithmetic.yaml",
+        f"--model.policy={policy}", "--data.problems=problems.jsonl", "--data.samples=2",
+        "--trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+    two = {
+        "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
+        "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
+        + ["--trainer.strategy.init_args.data_parallel_size=2"],
+    }[strategy]
+    for name, more in (("one", []), ("two", two)):
+        more = [*command, *more, f"--data.out={name}"]
+        done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and f"260 trajectories are under {name}" in done.stdout, done.stderr
+    for one, other in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+        np.testing.assert_allclose(other.ref_logprobs, one.ref_logprobs, atol=1e-6)
+        assert replace(other, ref_logprobs=[]) == replace(one, ref_logprobs=[])
