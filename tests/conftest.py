@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
-from topr.tasks.arithmetic import SYMBOLS, make_tokenizer
+from topr.tasks.imitation import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import train
-from topr.tasks.arithmetic import make_tokenizer
+from topr.tasks.imitation import make_tokenizer
 
 CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null"]
 LOSS = "--model.loss.init_args"

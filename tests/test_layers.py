@@ -7,12 +7,12 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "plan", "server",
+        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan", "server",
         "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {
-        "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.gsm8k", "tasks.math",
-        "tasks.verifier", "datamodule", "loaders", "sampling", "evaluation",
+        "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.imitation", "tasks.gsm8k",
+        "tasks.math", "tasks.verifier", "datamodule", "loaders", "sampling", "evaluation",
     },
     {"monitor", "module", "optim"},
 ]  # fmt: skip

@@ -12,7 +12,11 @@ from conftest import ROOT, make_policy
 import evaluate
 import train
 from topr import evaluation
-from topr.evaluation import per_problem
+from topr.evaluation import describe, per_problem
+from topr.policy import load_tokenizer
+from topr.sampling import Sampling
+from topr.tasks import GSM8K, MATH, Verifier
+from topr.tasks.task import Problem
 from topr.trajectories import read_metadata, read_trajectories
 
 
@@ -130,6 +134,22 @@ def test_figures_of_several_k_weights_and_answers_nobody_could_judge(policy):
     assert values["pass@2"] == [1 - 1 / 6] and values["maj@4"] == [1] and values["weighted@4"] == [0]
     assert values["maj@2"] == [0.5] and values["weighted@2"] == [0.5]
     assert values["invalid"] == [0.25] and values["ungraded"] == [0.25]
+
+
+def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy):
+    def fingerprint(task, template=None):
+        tokenizer = load_tokenizer(str(policy))
+        tokenizer.chat_template = template
+        about = describe(str(policy), tokenizer, "32-true", task, [Problem("0", "Q", "1", "S")], 2, Sampling(), 0)
+        return json.dumps(about)
+
+    tasks = [
+        lambda: GSM8K(), lambda: GSM8K(marker="A:"), lambda: Verifier(), lambda: Verifier(GSM8K()),
+        lambda: Verifier(MATH()), lambda: Verifier(GSM8K("A:")), lambda: Verifier(GSM8K(), balance=False),
+    ]  # fmt: skip
+    assert [fingerprint(task()) for task in tasks] == [fingerprint(task()) for task in tasks]
+    assert len({fingerprint(task()) for task in tasks}) == len(tasks)
+    assert fingerprint(GSM8K()) != fingerprint(GSM8K(), "{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -15,7 +15,7 @@ import evaluate
 import train
 from topr.policy import encode_prompt, export_policy
 from topr.tasks import GSM8K
-from topr.tasks.arithmetic import imitate
+from topr.tasks.imitation import imitate
 from topr.trajectories import main as trajectories_main
 from topr.trajectories import read_trajectories
 

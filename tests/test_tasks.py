@@ -11,7 +11,8 @@ import train
 from topr.io import InputError
 from topr.policy import load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic import Errors, main, make_tokenizer, split_of
+from topr.tasks.arithmetic import Errors, main, split_of
+from topr.tasks.imitation import make_tokenizer
 from topr.trajectories import read_metadata, read_trajectories
 
 DATA = ROOT / "data" / "arithmetic"

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import make_policy, make_trajectories, write
 
-from topr.io import InputError, atomic
+from topr.io import InputError, atomic, resolve_files
 from topr.policy import load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.trajectories import (
     SCHEMA,
@@ -13,7 +13,6 @@ from topr.trajectories import (
     main,
     read_metadata,
     read_trajectories,
-    resolve_files,
     validate,
     write_trajectories,
 )

@@ -12,14 +12,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.evaluation import missing_parts
-from topr.io import InputError, check_counts, check_folder
+from topr.io import InputError, check_counts, check_folder, resolve_files
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
 from topr.sampling import Sampling
 from topr.tasks.task import Problem
-from topr.trajectories import SCHEMA, read_metadata, resolve_files, validate
+from topr.trajectories import SCHEMA, read_metadata, validate
 
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
 

@@ -99,8 +99,12 @@ def sample_part(
 def describe(
     policy: str, tokenizer, precision: str, task: Task, problems: list[Problem], n: int, sampling: Sampling, seed: int
 ) -> dict[str, Any]:
-    """Metadata of sampled trajectories: equal descriptions stand for the same responses."""
-    text = json.dumps([vars(problem) for problem in problems])
+    """Metadata of sampled trajectories: equal descriptions stand for the same responses and the same grades."""
+    first = encode_prompt(task.prompt(problems[0], tokenizer), tokenizer)[0]  # worked examples, template
+    settings = {"class": f"{type(task).__module__}.{type(task).__name__}", **vars(task)}
+    text = json.dumps(
+        [settings, first, *map(vars, problems)], default=lambda part: getattr(part, "__dict__", repr(part))
+    )
     how = {**vars(sampling), "samples": n, "seed": seed, "problems": hashlib.sha256(text.encode()).hexdigest()[:16]}
     return provenance(policy, tokenizer, precision, task=task.name, sampling=how, iteration=0)
 

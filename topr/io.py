@@ -1,5 +1,6 @@
 """What every command shares: errors of one sentence, exit codes, atomic writes."""
 
+import glob
 import json
 import os
 import re
@@ -151,3 +152,35 @@ def _hub_rows(source: str, name: str, config: str | None, split: str) -> list[di
         raise InputError(
             f"{source} is no file, and the hub does not deliver it as owner/name[/config]:split ({first_line(error)})"
         ) from error
+
+
+def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
+    """Parquet files from a path, a glob, a hub data set's name, or a list of them, sorted within each entry.
+
+    Args:
+        train: the entries.
+        key: names them in messages.
+
+    Raises:
+        InputError: an entry names no file.
+    """
+    files: list[str] = []
+    for entry in [train] if isinstance(train, str) else train:
+        found = [entry] if Path(entry).is_file() else sorted(glob.glob(entry)) if glob.has_magic(entry) else []
+        if not found and entry.count("/") == 1 and not Path(entry).suffix and not glob.has_magic(entry):
+            from huggingface_hub import snapshot_download
+
+            try:
+                folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
+                found = sorted(map(str, Path(folder).rglob("*.parquet")))
+            except (OSError, ValueError):
+                found = []  # told below, like any other name that leads nowhere
+        if not found:
+            raise InputError(
+                f"{key}: {entry!r} is no file, glob or hub data set that can be read; give trajectory Parquet "
+                "files (train.py predict samples them, python -m topr.trajectories import converts text)"
+            )
+        files += found
+    if len(set(files)) < len(files):
+        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
+    return files

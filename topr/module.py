@@ -18,9 +18,10 @@ from topr.evaluation import describe, per_problem, sample_and_grade, sample_part
 from topr.io import InputError, atomic, check_counts
 from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
+from topr.lora import LoRA, merge
 from topr.losses import Loss
 from topr.monitor import Monitor, gather
-from topr.policy import LoRA, export_policy, full_state_dict, gathered, load_policy, load_tokenizer, merge, shard
+from topr.policy import export_policy, full_state_dict, gathered, load_policy, load_tokenizer, shard
 from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory

@@ -5,7 +5,6 @@ python -m topr.trajectories inspect FILE.parquet
 """
 
 import argparse
-import glob
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import nn
 
-from topr.io import InputError, atomic, check_counts, command, first_line
+from topr.io import InputError, atomic, check_counts, command, first_line, resolve_files
 from topr.logprobs import score
 
 SCHEMA_VERSION = 1
@@ -208,38 +207,6 @@ def _same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
     if pa.types.is_string(expected):
         return pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_null(found)
     return any(kind(found) and kind(expected) for kind in kinds) or pa.types.is_null(found)
-
-
-def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
-    """Parquet files from a path, a glob, a hub data set's name, or a list of them, sorted within each entry.
-
-    Args:
-        train: the entries.
-        key: names them in messages.
-
-    Raises:
-        InputError: an entry names no file.
-    """
-    files: list[str] = []
-    for entry in [train] if isinstance(train, str) else train:
-        found = [entry] if Path(entry).is_file() else sorted(glob.glob(entry)) if glob.has_magic(entry) else []
-        if not found and entry.count("/") == 1 and not Path(entry).suffix and not glob.has_magic(entry):
-            from huggingface_hub import snapshot_download
-
-            try:
-                folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
-                found = sorted(map(str, Path(folder).rglob("*.parquet")))
-            except (OSError, ValueError):
-                found = []  # told below, like any other name that leads nowhere
-        if not found:
-            raise InputError(
-                f"{key}: {entry!r} is no file, glob or hub data set that can be read; give trajectory Parquet "
-                "files (train.py predict samples them, python -m topr.trajectories import converts text)"
-            )
-        files += found
-    if len(set(files)) < len(files):
-        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
-    return files
 
 
 def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_tokens: int) -> None:

@@ -12,17 +12,16 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from topr.io import InputError, atomic, check_counts, check_folder, command
 from topr.sampling import Sampling
+from topr.tasks.imitation import imitate, make_model, make_tokenizer
 from topr.tasks.task import Grade, Problem, Task
 
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 MAX_NEW_TOKENS = 40
 
 
@@ -156,66 +155,6 @@ def split_of(prompt: str) -> str:
     """The split a problem belongs to, by its text alone: 5% val, 5% test, 10% train, the rest base."""
     bucket = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % 20
     return {0: "val", 1: "test", 2: "train", 3: "train"}.get(bucket, "base")
-
-
-def make_tokenizer():
-    """A tokenizer of one token a character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
-    )
-
-
-def make_model(tokenizer):
-    """A random Llama of 160k parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(SYMBOLS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
-def imitate(model, tokenizer, demonstrations: Iterator[tuple[str, tuple[str, bool]]], steps: int) -> None:
-    """Supervised training on (prompt, (text, whether it ends)), in place.
-
-    AdamW at 3e-3 and batch 96, stopped after `steps` of a cosine three times as long: good enough to be right
-    sometimes, bad enough to leave reinforcement learning something to do.
-    """
-    import torch
-
-    from topr.logprobs import pad, response_log_probs
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
-    for step in range(steps):
-        prompts, responses = [], []
-        for prompt, (text, finished) in islice(demonstrations, 96):
-            prompts.append(np.array(tokenizer(prompt)["input_ids"]))
-            responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
-        loss = -response_log_probs(model, pad(prompts, responses))[0].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % 100 == 0:
-            print(f"base policy: step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
 
 
 def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str, int], samples: int) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from topr.io import check_counts, check_folder, command
 from topr.sampling import Sampling
-from topr.tasks.arithmetic import APPLY, Arithmetic, Errors, imitate
+from topr.tasks.arithmetic import APPLY, Arithmetic, Errors
+from topr.tasks.imitation import imitate
 from topr.tasks.task import Grade, Problem
 from topr.tasks.verifier import Verifier
 

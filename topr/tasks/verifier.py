@@ -4,11 +4,11 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-from topr.io import InputError
+from topr.io import InputError, resolve_files
 from topr.policy import encode_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, after_thinking, ask
-from topr.trajectories import Trajectory, read_trajectories, resolve_files
+from topr.trajectories import Trajectory, read_trajectories
 
 EXAMPLES = [
     (
@@ -91,8 +91,10 @@ class Verifier(Task):
             f'"{self.marker} correct" or "{self.marker} incorrect".'
         )
         examples = [(f"{question}\n\nSolution: {solution}", verdict) for question, solution, verdict in EXAMPLES]
-        question = self.question(problem.prompt, tokenizer)
-        return ask(f"{question}\n\nSolution: {problem.solution}", instruction, examples, tokenizer)
+        question, solution = self.question(problem.prompt, tokenizer), after_thinking(problem.solution)
+        for stop in self.sampling.stop:  # what ended the solution is no part of it
+            solution = solution.partition(stop)[0]
+        return ask(f"{question}\n\nSolution: {solution.strip()}", instruction, examples, tokenizer)
 
     def question(self, prompt: str, tokenizer) -> str:
         """The question within the prompt that the task made of it; the whole prompt where it made another."""
