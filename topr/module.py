@@ -220,7 +220,7 @@ class PolicyModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["summary"], checkpoint["clock"] = self.summary, self.monitor.speed.total
-        if self.lora is not None:
+        if self.lora is not None and self.device_mesh is None:  # a sharded checkpoint is read back by the whole model
             trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
 
