@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from topr.evaluation import describe, figure, missing_parts, per_problem, sample_part, summarise, table
+from topr.evaluation import check_prompts, describe, figure, missing_parts, per_problem, sample_part, summarise, table
 from topr.io import InputError, atomic, check_counts, check_folder, command
 from topr.policy import load_policy, load_tokenizer, provenance
 from topr.sampling import LocalSampler, Sampling
@@ -80,6 +80,7 @@ def responses(
     """n responses to each problem: those that lie under --out/responses, and newly sampled ones where they do not."""
     tokenizer = load_tokenizer(policy)
     about = describe(policy, tokenizer, args.precision, task, problems, n, sampling, args.seed)
+    check_prompts(policy, tokenizer, task, problems, sampling)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     folder = args.out / "responses" / f"{name}-{digest}"
     for path, part in tqdm(missing_parts(folder, problems, about), desc=f"{policy} on {name}", disable=None):
@@ -103,6 +104,7 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
 def run(args: argparse.Namespace) -> None:
     counts = {"samples": args.samples, "rows": args.rows, "threads": args.threads, "critiques": args.critiques}
     check_counts("--", **counts, k=args.k[0], microbatch_tokens=args.microbatch_tokens)
+    check_counts("--", least=0, seed=args.seed)
     if args.k[-1] > args.samples:
         raise InputError(f"--k {args.k[-1]} is more than the --samples {args.samples} of each problem; raise --samples")
     check_folder("--out", args.out)

@@ -21,8 +21,8 @@ from topr.io import InputError, command, first_line
 from topr.module import PolicyModule
 
 # a resumed run keeps them
-DECISIVE = ["model.policy", "model.task", "model.loss", "model.optimizer", "data.train", "data.batch_size"]
-DECISIVE += ["seed_everything"]
+DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer"]
+DECISIVE += ["data.train", "data.batch_size", "seed_everything"]
 
 
 class Parser(LightningArgumentParser):

@@ -18,6 +18,9 @@ PLAIN = [
     ":\n\n18", "\n18", "18 dollars", "18 dollars per day.", "18km", "18%", r"18\%", '"18"', "'18'", "“18”", "`18`",
     "__18__", r"\boxed{18}", r"$\boxed{18}$", r"\$18", r"\(18\)", "$18$", "about 18", "approximately $18 a year", "€18",
     "x = 18", "9 + 9 = 18", "$9 * 2 = $18", "18, since 9 + 9 = 18", "18 = 18", "018", "18, because 3 of 5 left",
+    "20% of 90 = 18", "3 times 6 = 18", "9 plus 9 = 18", "36 divided by 2 = 18", "6 groups of 3 = 18",
+    "18 (9 + 9 = 18)",
+    "$6 per hour x 3 hours = $18", "18 dollars, since 3 + 15 = 18 and 2 = 2", "18 because 20 - 2 = 18", "18 = 36/2",
     "18!", "18;", "(18)", "18\n\nQuestion: what is 5?", "18. The rest is 5", "USD 18", "18-day", "18/day",
 ]  # fmt: skip
 OTHER = {
@@ -28,7 +31,7 @@ OTHER = {
 UNREADABLE = [
     "", " ", "unknown", "eighteen", "unclear. I counted 18", "unclear\n18", "１８", "٣", "1٣", "18 or 20", "18 and 20",
     "18-20", "18 / 20", "3/4", "10:30", "5*3", "5 * 3", "5**3", "2^{3}", r"\frac{1}{2}", "1,23", "1,000,00", "1.234,5",
-    "1e3", "x2", "10+John's age", "18\nThe answer is", "18. The answer is unclear",
+    "1e3", "x2", "10+John's age", "18½", "18\nThe answer is", "18. The answer is unclear",
 ]  # fmt: skip
 
 
@@ -105,4 +108,5 @@ def test_real_questions_and_real_models_solutions():
         right.append([grade.reward > 0 for grade in grades])
         votes.append(maj_at_k([grade.answer for grade in grades], right[-1], 4))
     assert [round(100 * sum(column) / 1319, 2) for column in zip(*right, strict=True)] == [21.68, 39.04, 34.72, 56.25]
+    # 14 of the 5,276 have no readable number, which does not vote; counting "7/14" as 7, say, moves the fourth digit
     assert sum(votes) / 1319 == pytest.approx(0.4818, abs=1e-4)

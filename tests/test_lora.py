@@ -1,6 +1,8 @@
 """Adapters are trained in place of the weights, kept small in checkpoints, and merged exactly in the export."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from conftest import ROOT, make_trajectories, write
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_update import EVERY_STEP, QUIET, fit
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import train
 from topr.policy import load_policy
@@ -66,9 +69,40 @@ def test_checkpoints_hold_adapters_alone_and_resume_exactly(run, policy, data):
         assert torch.equal(weight, resumed[key])
 
 
-def test_activation_checkpointing_does_not_change_the_update(run, policy, data):
-    plain = fit(run, policy, data, "--data.batch_size=8")
+def test_a_sharded_run_resumes_with_its_adapters(tmp_path, policy):
+    data = write(tmp_path / "a.parquet", policy, make_trajectories(policy))
+    command = [
+        sys.executable, ROOT / "train.py", "fit", "--config", ROOT / "configs" / "arithmetic.yaml", *QUIET,
+        f"--model.policy={policy}", f"--data.train={data}", *LORA, "--config", ROOT / "configs" / "fsdp.yaml",
+        "--trainer.devices=2", "--trainer.strategy.init_args.data_parallel_size=2",
+    ]  # fmt: skip
+    name = "--trainer.logger.init_args.name=killed"
+    for more in ([], [name, "--trainer.max_steps=1"], [name, "--ckpt_path=last"]):
+        done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    whole, resumed = (
+        load_file(tmp_path / "runs" / run / "version_0" / "policy" / "model.safetensors")
+        for run in ("arithmetic", "killed")
+    )
+    for key, weight in whole.items():
+        assert torch.equal(weight, resumed[key])
+
+
+@pytest.mark.parametrize("change", ["--model.lora.rank=3", "--model.lora.alpha=5", "--model.lora=null"])
+def test_adapters_of_another_shape_do_not_resume(run, policy, data, change):
+    fit(run, policy, data, *LORA, "--trainer.max_steps=1")
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET]
+    files = [f"--model.policy={policy}", f"--data.train={data}"]
+    code, _, err = run(train.main, "fit", *config, *files, *LORA, change, "--ckpt_path=last")
+    assert code == 2 and "another model.lora" in err
+
+
+def test_activation_checkpointing_does_not_change_the_update(run, policy, data, monkeypatch):
+    forward, calls = LlamaMLP.forward, []
+    monkeypatch.setattr(LlamaMLP, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
+    plain, once = fit(run, policy, data, "--data.batch_size=8"), len(calls)
     less = fit(run, policy, data, "--data.batch_size=8", "--model.activation_checkpointing=true")
+    assert len(calls) - once > 1.5 * once  # it does compute again
     for key, weight in load_file(plain / "policy" / "model.safetensors").items():
         torch.testing.assert_close(
             load_file(less / "policy" / "model.safetensors")[key], weight, atol=1e-6, rtol=0, msg=key

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, SHARED
 
 from topr.io import InputError
+from topr.metrics import maj_at_k
 from topr.tasks import MATH, Grade, judge
 from topr.tasks.equivalence import MEMORY
 from topr.tasks.math import EXAMPLES, INSTRUCTION, last_box, refused
@@ -151,10 +152,10 @@ def test_hostile_answers_cost_little_time_and_memory(text):
 
 def test_a_comparison_without_end_is_left_unjudged_and_the_next_is_judged(monkeypatch):
     monkeypatch.setattr(judge, "SECONDS", 1)
-    judge.same.cache_clear()
+    judge._decided.cache_clear()
     unjudged = grade(HANGS, "6")
     assert (unjudged.reward, unjudged.valid) == (-1.0, None)
-    assert grade("2+4", "6") == Grade(1.0, True, "2+4")
+    assert grade("2+4", "6") == Grade(1.0, True, "6")
 
 
 def test_a_killed_child_is_replaced():
@@ -260,3 +261,23 @@ def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps({"problem": "a", "solution": "5"}))
     with pytest.raises(InputError, match="neither an answer nor a solution"):
         MATH().problems(tmp_path / "bad.jsonl")
+
+
+def test_votes_are_for_values_not_for_spellings():
+    grades = [MATH().grade(rf"\boxed{{{text}}}", r"\frac12") for text in ("0.5", r"\frac12", r"\frac{2}{4}", "3", "3")]
+    assert maj_at_k([g.answer for g in grades], [g.reward > 0 for g in grades], 5) == 1
+    grades = [MATH().grade(rf"\boxed{{5\text{{ {unit}}}}}", r"5\text{ cm}") for unit in ("cm", "m")]
+    assert [g.reward for g in grades] == [1, -1] and grades[0].answer != grades[1].answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "equal"),
+    [
+        (r"90^\circ", r"\frac{\pi}{2}", True), (r"\frac{\pi}{6}", r"30^\circ", True),
+        (r"\frac{\pi}{6}", r"31^\circ", False), ("6", "six", True), ("6", r"\text{seven}", False),
+        (r"\text{(C)}", r"(C)\ 5", True), (r"\text{(C)}", r"(D)\ 5", False), ("5", "4 + 2 = 5", False),
+        ("5", "2 + 3 = 5", True), (r"\text{no solution}", r"\text{No solutions}", True),
+    ],
+)  # fmt: skip
+def test_further_pairs(gold, answer, equal):
+    assert (MATH().grade(rf"\boxed{{{answer}}}", gold).reward > 0) == equal

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from topr.evaluation import missing_parts
+from topr.evaluation import check_prompts, missing_parts
 from topr.io import InputError, check_counts, check_folder, resolve_files
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
@@ -71,14 +71,13 @@ class TrajectoryDataModule(LightningDataModule):
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(f"data.{name} is not set; {stage.value} needs it")
+        tokenizer, task = load_tokenizer(policy), self.trainer.lightning_module.task
         for split in ("val", "test") if stage == "fit" else needed[:1]:
-            self.read_problems(split)
+            check_prompts(policy, tokenizer, task, self.read_problems(split), self.sampling)
         if stage == "predict":
             check_folder("data.out:", self.out)
             self.missing()
-            for stale in Path(self.out).glob(".part-*"):  # of a run that was killed while it wrote
-                stale.unlink()
-        expected = tokenizer_fingerprint(load_tokenizer(policy))
+        expected = tokenizer_fingerprint(tokenizer)
         vocabulary, context = vocabulary_and_context(policy)
         for path, metadata in zip(self.files, self.metadata, strict=True) if stage == "fit" else ():
             if metadata["tokenizer"] not in (None, expected):
@@ -193,7 +192,7 @@ class TrajectoryDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> ProblemLoader:
         """The files that this rank is to sample, as many as any other rank: sharded ones need each other."""
-        missing = self.trainer.strategy.broadcast(self.missing())  # the others may have begun to write
+        missing = self.trainer.strategy.broadcast(self.missing() if self.trainer.is_global_zero else None)
         missing += [(Path(), [])] * (-len(missing) % self.trainer.world_size or not missing)
         return ProblemLoader(missing[self.trainer.global_rank :: self.trainer.world_size])
 

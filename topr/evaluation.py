@@ -12,7 +12,7 @@ from torch import nn
 
 from topr.io import InputError, atomic
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
-from topr.policy import encode_prompt, provenance
+from topr.policy import encode_prompt, provenance, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, write_trajectories
@@ -33,13 +33,6 @@ def sample_and_grade(
     """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty."""
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     ids = [prompt_ids for _, prompt_ids in prompts]
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    for problem, prompt_ids in zip(problems, ids, strict=True):
-        if len(prompt_ids) + sampling.max_new_tokens > context:
-            raise InputError(
-                f"problem {problem.id!r}: its prompt of {len(prompt_ids)} tokens and max_new_tokens = "
-                f"{sampling.max_new_tokens} exceed the policy's context of {context}; lower max_new_tokens or drop it"
-            )
     trajectories = []
     for problem, (text, prompt_ids), responses in zip(
         problems, prompts, sampler.sample(model, tokenizer, ids, n, sampling, seed), strict=True
@@ -68,6 +61,22 @@ def sample_and_grade(
                 )
             )
     return trajectories
+
+
+def check_prompts(policy: str, tokenizer, task: Task, problems: list[Problem], sampling: Sampling) -> None:
+    """Refuse problems that the policy's context cannot hold, before the first of them is sampled.
+
+    Raises:
+        InputError: the first such problem.
+    """
+    _, context = vocabulary_and_context(policy)
+    for problem in problems:
+        length = len(encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1])
+        if length + sampling.max_new_tokens > context:
+            raise InputError(
+                f"problem {problem.id!r}: its prompt of {length} tokens and max_new_tokens = {sampling.max_new_tokens} "
+                f"exceed the policy's context of {context}; lower max_new_tokens or drop the problem"
+            )
 
 
 def sample_part(
@@ -119,6 +128,8 @@ def missing_parts(folder: Path, problems: list[Problem], about: dict[str, Any]) 
         folder / f"part-{start // PART:05d}.parquet": problems[start : start + PART]
         for start in range(0, len(problems), PART)
     }
+    for stale in folder.glob(".part-*"):  # of a run that was killed while it wrote
+        stale.unlink()
     for path in sorted(folder.glob("*.parquet")):
         found = read_metadata(path)
         differing = [key for key in about if found[key] != about[key]]

@@ -66,8 +66,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{path} cannot be written: a file stands where its folder should be") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: its folder cannot be made ({error.strerror})") from error
     try:
         yield temporary
         if replaceable:  # a folder cannot be renamed over a folder that holds files

@@ -136,7 +136,8 @@ class PolicyModule(LightningModule):
                 policy = self.policy
                 if self.lora is not None:
                     export_policy(policy, self.tokenizer, folder / "adapter", weights)
-                    policy, weights = merge(self.policy_path, folder / "adapter"), None
+                    weights = None
+                    policy = merge(self.policy_path, folder / "adapter")
                 export_policy(policy, self.tokenizer, folder / "policy", weights)
                 with atomic(folder / "summary.json") as path:
                     path.write_text(json.dumps(self.summary, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -254,7 +255,10 @@ def _stopped(tokenizer, stop: list[str], prompt: int, ids_BT: Tensor, scores_BV:
 def _cut(ids: list[int], ends: set[int], stop: list[str], tokenizer) -> Response:
     """The response up to its first end token or the token that completes a stop text; the rest was not sampled."""
     length = next((position + 1 for position, token in enumerate(ids) if token in ends), len(ids))
-    if any(text in tokenizer.decode(ids[:length]) for text in stop):
-        stopped = (n for n in range(1, length + 1) if any(text in tokenizer.decode(ids[:n]) for text in stop))
-        length = next(stopped)
+
+    def stopped(n: int) -> bool:
+        return any(text in tokenizer.decode(ids[:n]) for text in stop)
+
+    if stop and stopped(length):
+        length = bisect_left(range(length), True, key=stopped)
     return Response(ids[:length], ids[length - 1] in ends)

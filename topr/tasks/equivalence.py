@@ -172,6 +172,8 @@ def _same_equation(gold: str, answer: str) -> bool:
         return bool(NAME.fullmatch(golds[0])) and same(golds[-1], answer)
     if len(answers) > 1 and not NAME.fullmatch(answers[0]) and NAME.fullmatch(answers[-1]):
         answers.reverse()
+    if len(answers) > 1 and not re.search("[a-zA-Z]", answers[0]) and not same(gold, answers[0]):
+        return False  # 4+2=5
     # x+y=5 and 2+3=5 say 5; 3x+1=5 and an equation with 0 on its right side do not
     zero = answers[-1] == "0" and re.search(r"[a-z]", answers[0])
     unsolved = not NAME.fullmatch(answers[0]) and (zero or re.search(r"\d[a-z].*[+-]\d|^\d+[a-z]$", answers[0]))
@@ -179,6 +181,8 @@ def _same_equation(gold: str, answer: str) -> bool:
 
 
 def _same_atom(gold: str, answer: str) -> bool:
+    if re.fullmatch("[A-F]", gold) and re.match(rf"\({gold}\)", answer):  # a choice with what it says
+        return True
     if r"\text" in gold + answer or re.search(r"\d:[0-5]\d(?!\d)", gold):  # words, or a time of day
         return _words(gold) == _words(answer)
     if re.search(r"\d_\{", gold + answer):
@@ -198,7 +202,7 @@ def _same_atom(gold: str, answer: str) -> bool:
 
 def _words(text: str) -> str:
     """What is compared where words are: letters and digits, without case and spaces."""
-    return re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ", "").lower().strip(".()")
+    return re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ", "").lower().strip(".()").removesuffix("s")
 
 
 def _repeating(decimal: re.Match) -> str:

@@ -12,13 +12,14 @@ from topr.tasks.task import Grade, Problem, Task, after_thinking, ask
 NUMBER = re.compile(
     r"(?<![\w.,])(?P<sign>[-−]?)\s?[$€£]?\s?(?P<inner>[-−]?)"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)"
-    r"(?![,.\s]?\d|[eE][-+]?\d|\s?[-−+*/×÷^:]{1,2}\s?[$€£(]?\d|\s?[+*×÷^]\s?\w|\s?(?:or|and)\s[-−$€£]*\d)"
+    r"(?![,.\s]?\d|[½⅓⅔¼¾]|[eE][-+]?\d|\s?[-−+*/×÷^:]{1,2}\s?[$€£(]?\d|\s?[+*×÷^]\s?\w|\s?(?:or|and)\s[-−$€£]*\d)"
 )
 MARKUP = re.compile(  # stars mark up where they are not a product or a power
     r"\\boxed|\\text|\\mathbf|\\[$!,;()\[\] ]|[_`\"'“”‘’{}~]"
     r"|(?<![\d*])\*\*|\*\*(?![\d*])|(?<!\S)\*(?=\S)|(?<=\S)\*(?!\S)"
 )
 SENTENCE = re.compile(r"\n|[.!?](?:\s|$)")
+CLAUSE = re.compile(r",\s|;|\(|\b(?:because|since)\b")
 EXAMPLES = [
     (
         "A farmer collects 6 baskets of 14 apples each and gives 20 apples to a neighbour. How many apples are left?",
@@ -84,9 +85,10 @@ class GSM8K(Task):
 
 
 def read_number(text: str) -> str | None:
-    """The first number of the text's first sentence in plain decimal notation; of `5 + 3 = 8` it is 8."""
+    """The first number of the text's first sentence in plain decimal notation; of `5 + 3 = 8, …` it is 8."""
     sentence = SENTENCE.split(MARKUP.sub("", text[:400]).lstrip(" \t\n:"))[0]
-    for side in sentence.split("="):
+    clause = next((part for part in CLAUSE.split(sentence) if re.search(r"\d", part)), "")
+    for side in reversed(clause.split("=")):
         found, digit = NUMBER.search(side), re.search(r"\d", side)
         if found is not None and found.start("digits") <= digit.start() < found.end():
             whole, _, fraction = found["digits"].replace(",", "").partition(".")

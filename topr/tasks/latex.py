@@ -22,6 +22,10 @@ UNITS = {
     "percent": "%", "am": r"a\.?m\b", "pm": r"p\.?m\b",
 }  # fmt: skip
 FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln"
+NUMBERS = {
+    word: str(i)
+    for i, word in enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"])
+}
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
 ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1, "^": 1, "_": 1}
 
@@ -113,6 +117,8 @@ def read(text: str) -> tuple[str, frozenset[str]]:
     text = re.sub(r"[.,;: ]+$", "", text).strip()
     words = re.sub(r"\\text *\{([^{}]*)\}", r" \1 ", text).strip(" .")
     words = re.sub(r"^(?:(?:an?|the|on|in|The|[Cc]hoice|[Oo]ption) +)+(?=[(a-zA-Z])", "", words)
+    if words.lower() in NUMBERS:
+        return NUMBERS[words.lower()], frozenset()
     if choice := re.fullmatch(r"\(? *([a-zA-Z]) *[).:]*", words):
         return choice[1], frozenset()
     if re.fullmatch(r"[A-Z](?:(?: *,| +and| +or)+ +[A-Z])+", words):  # several choices

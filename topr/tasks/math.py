@@ -11,6 +11,7 @@ from topr.tasks.latex import read
 from topr.tasks.task import Grade, Problem, Task, after_thinking, ask
 
 LONGEST = 400  # characters of an answer; the longest of MATH has about 160
+LONGEST_RESPONSE = 100_000  # characters of its end that are searched for a box
 DEEPEST = 20  # nested brackets of an answer
 REFUSED = [
     r"\*\*|__",
@@ -70,21 +71,27 @@ class MATH(Task):
     def grade(self, response: str, gold: str) -> Grade:
         r"""+1 if the last complete box holds what the gold means; invalid without a box, or with one of over 400 signs.
 
-        The answer is its normal form, see `latex.py`. What could take long to compute counts as wrong, see `refused`.
+        The answer is its normal form (see `latex.py`), the gold's where they mean the same. What could take long to
+        compute counts as wrong (see `refused`).
         """
-        box = last_box(after_thinking(response))
+        box = last_box(after_thinking(response)[-LONGEST_RESPONSE:])
         answer, units = read(box) if box is not None and len(box) <= LONGEST else ("", frozenset())
         if not answer:
             return Grade(-1.0, False, None)
         right, right_units = read(gold)
         if units and right_units and not units & right_units:
-            return Grade(-1.0, True, answer)
+            return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # votes for no bare number
+        compared = [
+            rf"\frac{{({text})\cdot\pi}}{{180}}" if "degree" in own and r"\pi" in other else text
+            for text, own, other in ((right, right_units, answer), (answer, units, right))
+        ]
         if answer == right:
-            return Grade(1.0, True, answer)
+            return Grade(1.0, True, right)
         if refused(answer):
             return Grade(-1.0, True, answer)
-        same = judge.same(right, answer)
-        return Grade(1.0 if same else -1.0, None if same is None else True, answer)
+        same = judge.same(*compared)
+        # every right answer is one and the same to a vote
+        return Grade(1.0 if same else -1.0, None if same is None else True, right if same else answer)
 
 
 def last_box(text: str) -> str | None:

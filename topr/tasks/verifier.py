@@ -1,6 +1,7 @@
 """Generative verifier: judge candidate solutions, write a short critique and a verdict (the paper's Table 2)."""
 
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -92,8 +93,9 @@ class Verifier(Task):
         )
         examples = [(f"{question}\n\nSolution: {solution}", verdict) for question, solution, verdict in EXAMPLES]
         question, solution = self.question(problem.prompt, tokenizer), after_thinking(problem.solution)
-        for stop in self.sampling.stop:  # what ended the solution is no part of it
-            solution = solution.partition(stop)[0]
+        # what ended the solution is no part of it, and no turn of the conversation may begin within
+        for text in (*self.sampling.stop, *tokenizer.all_special_tokens):
+            solution = solution.partition(text)[0]
         return ask(f"{question}\n\nSolution: {solution.strip()}", instruction, examples, tokenizer)
 
     def question(self, prompt: str, tokenizer) -> str:
@@ -107,11 +109,11 @@ class Verifier(Task):
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without one."""
-        _, marker, rest = after_thinking(response).rpartition(self.marker)
-        words = rest.strip(" \t*_`\"':").split()
-        verdict = words[0].strip("*_`\"'.,!").lower() if marker and words else None
-        if verdict not in self.verdicts:
+        _, _, rest = re.sub("[*_`]", "", after_thinking(response)).rpartition(self.marker)
+        found = re.match(rf"\s*(?:\\boxed\{{)?[\"']?({'|'.join(self.verdicts)})[^\w\n]*(?:\n|$)", rest, re.IGNORECASE)
+        if found is None or self.marker not in response.replace("*", ""):
             return Grade(-1.0, False, None)
+        verdict = found[1].lower()
         return Grade(1.0 if verdict == gold else -1.0, True, verdict)
 
     def weight(self, critiques: list[Trajectory]) -> float:
