@@ -83,7 +83,7 @@ def responses(
     check_prompts(policy, tokenizer, task, problems, sampling)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     folder = args.out / "responses" / f"{name}-{digest}"
-    for path, part in tqdm(missing_parts(folder, problems, about), desc=f"{policy} on {name}", disable=None):
+    for path, part in tqdm(missing_parts(folder, problems, about), desc=f"{policy} on {name}"):
         model = loaded(policy)
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, args.precision == "bf16-mixed"):
             how = n, sampling, args.seed, args.microbatch_tokens
@@ -95,7 +95,8 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
     """The verifier's weight of each response."""
     task = BENCHMARKS[name][2]
     problems = task.candidates(candidates)
-    critiques = responses(args.verifier, f"{name}-verifier", task, problems, args.critiques, task.sampling, args)
+    sampling = replace(task.sampling, max_new_tokens=args.max_new_tokens or task.sampling.max_new_tokens)
+    critiques = responses(args.verifier, f"{name}-verifier", task, problems, args.critiques, sampling, args)
     return [
         task.weight(critiques[start : start + args.critiques]) for start in range(0, len(critiques), args.critiques)
     ]

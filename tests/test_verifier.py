@@ -52,7 +52,7 @@ def test_problems_are_balanced_trajectories_always_the_same(run, policy):
     assert len({p.id for p in everything}) == 23
     for row in rows:
         row.reward = 1.0
-    with pytest.raises(InputError, match="one kind is missing"):
+    with pytest.raises(InputError, match="no solution has the verdict 'incorrect'"):
         Verifier().problems(write(run.folder / "b.parquet", policy, rows))
 
 

@@ -71,9 +71,10 @@ class TrajectoryDataModule(LightningDataModule):
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(f"data.{name} is not set; {stage.value} needs it")
-        tokenizer, task = load_tokenizer(policy), self.trainer.lightning_module.task
+        tokenizer = load_tokenizer(policy)
         for split in ("val", "test") if stage == "fit" else needed[:1]:
-            check_prompts(policy, tokenizer, task, self.read_problems(split), self.sampling)
+            if problems := self.read_problems(split):
+                check_prompts(policy, tokenizer, self.trainer.lightning_module.task, problems, self.sampling)
         if stage == "predict":
             check_folder("data.out:", self.out)
             self.missing()

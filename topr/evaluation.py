@@ -17,7 +17,7 @@ from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, write_trajectories
 
-PART = 64  # problems that are sampled, scored and written at a time
+PART = 32  # problems that are sampled, scored and written at a time
 
 
 def sample_and_grade(
@@ -133,10 +133,14 @@ def missing_parts(folder: Path, problems: list[Problem], about: dict[str, Any]) 
     for path in sorted(folder.glob("*.parquet")):
         found = read_metadata(path)
         differing = [key for key in about if found[key] != about[key]]
+        if "sampling" in differing and found["sampling"]:
+            there, now = found["sampling"], about["sampling"]
+            differing += [f"{key}: {there.get(key)}, now {now[key]}" for key in now if there.get(key) != now[key]]
+            differing.remove("sampling")
         if path not in parts or differing:
             raise InputError(
                 f"{path} holds other trajectories than this command samples (another "
-                f"{', '.join(differing) or 'set of files'}); name another folder or empty it"
+                f"{'; '.join(differing) or 'set of files'}); name another folder or empty it"
             )
     return [(path, batch) for path, batch in parts.items() if not path.exists()]
 

@@ -137,6 +137,11 @@ def _recognise(row: dict[str, Any], where: str) -> Format:
     """The one format that accounts for the keys of every format that fits."""
     fits = [form for form in FORMATS if row.keys() >= set(form.keys)]
     best = [form for form in fits if all({*form.keys, form.also} >= set(other.keys) for other in fits)]
+    missing = {key for form in FORMATS for key in set(form.keys) - row.keys() if len(set(form.keys) - row.keys()) == 1}
+    if not fits and missing:
+        raise InputError(
+            f"{where}: {' or '.join(map(repr, sorted(missing)))} is missing or null; add it or drop the entry"
+        )
     if len(best) != 1:
         raise InputError(
             f"{where}: the keys {', '.join(sorted(map(repr, row))[:9]) or '(none)'} are those of "
@@ -241,10 +246,12 @@ def _warn(
     tokenizer,
 ) -> None:
     """One line for each thing that the user should know."""
+    empty = sum(not t.response for t in trajectories)
     unknown = sum(tokenizer.unk_token_id in t.prompt_ids + t.response_ids for t in trajectories)
     for happened, sentence in (
         *((what, f"in {name} {what}") for name, what in lost.items()),
         (ignored, f"keys that mean nothing here are ignored: {', '.join(sorted(ignored))}"),
+        (empty, f"{empty} responses are empty and train their end token alone"),
         (unknown, f"{unknown} trajectories hold text that the tokenizer does not know"),
         (
             left_out,

@@ -120,7 +120,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 within a string
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as JSON lines: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read as JSON lines ({reason}); name a file of one object a line") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -150,7 +151,8 @@ def _hub_rows(source: str, name: str, config: str | None, split: str) -> list[di
         return datasets.load_dataset(name, config, split=split).to_list()
     except Exception as error:  # whatever the library makes of a network, a name or a split
         raise InputError(
-            f"{source} is no file, and the hub does not deliver it as owner/name[/config]:split ({first_line(error)})"
+            f"{source} is no file, and the hub does not deliver it as owner/name[/config]:split ({first_line(error)}); "
+            "name a local file instead"
         ) from error
 
 

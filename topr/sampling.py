@@ -96,11 +96,10 @@ class LocalSampler(Sampler):
 
         ends = end_tokens(model, tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        how = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         config = GenerationConfig(
             do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature or 1.0,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            **(how if sampling.temperature > 0 else {}),
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad,

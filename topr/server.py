@@ -9,7 +9,7 @@ from typing import Any
 from topr.io import InputError, check_counts, first_line
 
 REPEATABLE = (408, 409, 429)  # and every status from 500 on: the server may do better next time
-COUNT, CLOSED = "ids and usage differ in number", "the text does not tell its tokens"
+COUNT, CLOSED = "they were tokenised otherwise or cut", "the text does not tell its tokens"
 
 
 class Servers:

@@ -97,7 +97,10 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path} is no readable Parquet file ({first_line(error)})") from error
+        raise InputError(
+            f"{path} is no readable Parquet file ({first_line(error)}); python -m topr.trajectories import makes "
+            "trajectory files from JSON lines"
+        ) from error
     for field in SCHEMA:
         if field.name not in schema.names:
             raise InputError(

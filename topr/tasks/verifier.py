@@ -65,8 +65,10 @@ class Verifier(Task):
             by_gold[problem.gold].append(number)
         count = min(len(by_gold[gold]) for gold in self.golds())
         if not count:
+            kind = next(gold for gold in self.golds() if not by_gold[gold])
             raise InputError(
-                f"{source}: a verifier learns from correct and incorrect solutions, and one kind is missing"
+                f"{source}: a verifier learns from correct and incorrect solutions, and no solution has the verdict "
+                f"{kind!r}; sample more of them, or by a better policy"
             )
         chance = random.Random(0)
         kept = sorted(number for numbers in by_gold.values() for number in chance.sample(numbers, count))
