@@ -18,6 +18,11 @@ from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+TWO_RANKS = {
+    "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
+    "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
+    + ["--trainer.strategy.init_args.data_parallel_size=2"],
+}
 
 
 @pytest.fixture(autouse=True, scope="session")

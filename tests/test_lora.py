@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, make_trajectories, write
+from conftest import ROOT, TWO_RANKS, make_trajectories, write
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_update import EVERY_STEP, QUIET, fit
@@ -73,8 +73,7 @@ def test_a_sharded_run_resumes_with_its_adapters(tmp_path, policy):
     data = write(tmp_path / "a.parquet", policy, make_trajectories(policy))
     command = [
         sys.executable, ROOT / "train.py", "fit", "--config", ROOT / "configs" / "arithmetic.yaml", *QUIET,
-        f"--model.policy={policy}", f"--data.train={data}", *LORA, "--config", ROOT / "configs" / "fsdp.yaml",
-        "--trainer.devices=2", "--trainer.strategy.init_args.data_parallel_size=2",
+        f"--model.policy={policy}", f"--data.train={data}", *LORA, *TWO_RANKS["fsdp"],
     ]  # fmt: skip
     name = "--trainer.logger.init_args.name=killed"
     for more in ([], [name, "--trainer.max_steps=1"], [name, "--ckpt_path=last"]):

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_policy
+from conftest import ROOT, TWO_RANKS, make_policy
 
 import evaluate
 import train
 from topr import evaluation
-from topr.evaluation import describe, per_problem
-from topr.policy import load_tokenizer
-from topr.sampling import Sampling
+from topr.evaluation import describe, per_problem, sample_and_grade
+from topr.policy import load_policy, load_tokenizer
+from topr.sampling import Response, Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Verifier
-from topr.tasks.task import Problem
+from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import read_metadata, read_trajectories
 
 
@@ -136,6 +136,28 @@ def test_figures_of_several_k_weights_and_answers_nobody_could_judge(policy):
     assert values["invalid"] == [0.25] and values["ungraded"] == [0.25]
 
 
+def test_what_follows_a_stop_text_is_not_graded(tmp_path):
+    policy = str(make_policy(tmp_path / "base", max_position_embeddings=64))
+    tokenizer = load_tokenizer(policy)
+
+    class Fixed(Sampler):
+        def sample(self, model, tokenizer, prompts, n, sampling, seed):
+            return [[Response(tokenizer(text)["input_ids"], False) for text in ("#5;#6", "#5", ";#6")] for _ in prompts]
+
+    class Last(Task):
+        def grade(self, response, gold):
+            answer = response.rpartition("#")[2] or None
+            return Grade(1.0 if answer == gold else -1.0, answer is not None, answer)
+
+    problems = [Problem("0", "2+3>", "5")]
+    model = load_policy(policy)
+    found = sample_and_grade(Fixed(), model, tokenizer, Last(), problems, 3, Sampling(stop=[";"], max_new_tokens=9), 0)
+    assert [row.answer for row in found] == ["5", "5", None] and [row.reward for row in found] == [1, 1, -1]
+    assert found[0].response == "#5;#6"  # what was sampled is stored whole
+    found = sample_and_grade(Fixed(), model, tokenizer, Last(), problems, 3, Sampling(max_new_tokens=9), 0)
+    assert [row.answer for row in found] == ["6", "5", "6"]
+
+
 def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy):
     def fingerprint(task, template=None):
         tokenizer = load_tokenizer(str(policy))
@@ -161,12 +183,7 @@ def test_two_ranks_sample_what_one_does_where_one_of_them_runs_out_of_problems(t
         f"--model.policy={policy}", "--data.problems=problems.jsonl", "--data.samples=2",
         "--trainer.enable_progress_bar=false",
     ]  # fmt: skip
-    two = {
-        "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
-        "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
-        + ["--trainer.strategy.init_args.data_parallel_size=2"],
-    }[strategy]
-    for name, more in (("one", []), ("two", two)):
+    for name, more in (("one", []), ("two", TWO_RANKS[strategy])):
         more = [*command, *more, f"--data.out={name}"]
         done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and f"132 trajectories are under {name}" in done.stdout, done.stderr

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, write
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -234,12 +234,10 @@ def test_two_ranks_make_the_update_of_one(shifted, tmp_path, strategy, optimizer
         f"--model.optimizer.init_args.lr={lr}", "--data.batch_size=10", "--data.microbatch_tokens=60",
         f"--data.test={problems}", "--data.samples=1", "--model.sampler.init_args.rows=99",
     ]  # fmt: skip
-    two = {
-        "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
-        "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
-        + ["--trainer.strategy.init_args.data_parallel_size=2"],
-    }[strategy]
-    for name, more in (("one", []), ("two", two)):  # batches of 10, 10 and 3: the last leaves fillers on either rank
+    for name, more in (
+        ("one", []),
+        ("two", TWO_RANKS[strategy]),
+    ):  # batches of 10, 10 and 3: the last leaves fillers on either rank
         more = [*command, *more, f"--trainer.logger.init_args.name={name}"]
         done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
