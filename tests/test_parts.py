@@ -133,6 +133,10 @@ def test_figures_of_several_k_weights_and_answers_nobody_could_judge(policy):
     values = per_problem(given, ks=(2, 4), weights=[0.1, 0.1, 0.9, 1.0])
     assert values["pass@2"] == [1 - 1 / 6] and values["maj@4"] == [1] and values["weighted@4"] == [0]
     assert values["maj@2"] == [0.5] and values["weighted@2"] == [0.5]
+    twice = per_problem(
+        [*given, *(replace(row, prompt_id="q") for row in given)], (4,), [0.1, 0.1, 0.9, 1.0, 1, 1, 1, 0]
+    )
+    assert twice["weighted@4"].tolist() == [0, 1]  # weights follow their responses
     assert values["invalid"] == [0.25] and values["ungraded"] == [0.25]
 
 
