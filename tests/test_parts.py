@@ -169,9 +169,12 @@ def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy
         about = describe(str(policy), tokenizer, "32-true", task, [Problem("0", "Q", "1", "S")], 2, Sampling(), 0)
         return json.dumps(about)
 
+    class Mine(MATH):
+        """Another grade, the same prompt."""
+
     tasks = [
-        lambda: GSM8K(), lambda: GSM8K(marker="A:"), lambda: Verifier(), lambda: Verifier(GSM8K()),
-        lambda: Verifier(MATH()), lambda: Verifier(GSM8K("A:")), lambda: Verifier(GSM8K(), balance=False),
+        lambda: MATH(), lambda: Mine(), lambda: GSM8K(), lambda: GSM8K(marker="A:"), lambda: Verifier(), lambda: Verifier(GSM8K()),
+        lambda: Verifier(MATH()), lambda: Verifier(Mine()), lambda: Verifier(GSM8K("A:")), lambda: Verifier(GSM8K(), balance=False),
     ]  # fmt: skip
     assert [fingerprint(task()) for task in tasks] == [fingerprint(task()) for task in tasks]
     assert len({fingerprint(task()) for task in tasks}) == len(tasks)

@@ -110,10 +110,11 @@ def describe(
 ) -> dict[str, Any]:
     """Metadata of sampled trajectories: equal descriptions stand for the same responses and the same grades."""
     first = encode_prompt(task.prompt(problems[0], tokenizer), tokenizer)[0]  # worked examples, template
-    settings = {"class": f"{type(task).__module__}.{type(task).__name__}", **vars(task)}
-    text = json.dumps(
-        [settings, first, *map(vars, problems)], default=lambda part: getattr(part, "__dict__", repr(part))
-    )
+
+    def settings(part: Any) -> list:
+        return [f"{type(part).__module__}.{type(part).__name__}", getattr(part, "__dict__", repr(part))]
+
+    text = json.dumps([settings(task), first, *map(vars, problems)], default=settings)
     how = {**vars(sampling), "samples": n, "seed": seed, "problems": hashlib.sha256(text.encode()).hexdigest()[:16]}
     return provenance(policy, tokenizer, precision, task=task.name, sampling=how, iteration=0)
 
