@@ -15,7 +15,7 @@ from topr import evaluation
 from topr.evaluation import describe, per_problem, sample_and_grade
 from topr.policy import load_policy, load_tokenizer
 from topr.sampling import Response, Sampler, Sampling
-from topr.tasks import GSM8K, MATH, Verifier
+from topr.tasks import GSM8K, MATH, Verifier, gsm8k
 from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import read_metadata, read_trajectories
 
@@ -162,7 +162,7 @@ def test_what_follows_a_stop_text_is_not_graded(tmp_path):
     assert [row.answer for row in found] == ["6", "5", "6"]
 
 
-def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy):
+def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy, monkeypatch):
     def fingerprint(task, template=None):
         tokenizer = load_tokenizer(str(policy))
         tokenizer.chat_template = template
@@ -173,11 +173,15 @@ def test_a_description_tells_settings_apart_that_change_prompts_or_grades(policy
         """Another grade, the same prompt."""
 
     tasks = [
-        lambda: MATH(), lambda: Mine(), lambda: GSM8K(), lambda: GSM8K(marker="A:"), lambda: Verifier(), lambda: Verifier(GSM8K()),
-        lambda: Verifier(MATH()), lambda: Verifier(Mine()), lambda: Verifier(GSM8K("A:")), lambda: Verifier(GSM8K(), balance=False),
+        lambda: MATH(), lambda: Mine(), lambda: GSM8K(), lambda: GSM8K(marker="A:"), lambda: Verifier(),
+        lambda: Verifier(GSM8K()), lambda: Verifier(MATH()), lambda: Verifier(Mine()), lambda: Verifier(GSM8K("A:")),
+        lambda: Verifier(GSM8K(), balance=False),
     ]  # fmt: skip
     assert [fingerprint(task()) for task in tasks] == [fingerprint(task()) for task in tasks]
     assert len({fingerprint(task()) for task in tasks}) == len(tasks)
+    before = fingerprint(GSM8K())
+    monkeypatch.setattr(gsm8k, "EXAMPLES", gsm8k.EXAMPLES[:2])
+    assert fingerprint(GSM8K()) != before
     assert fingerprint(GSM8K()) != fingerprint(GSM8K(), "{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
