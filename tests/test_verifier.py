@@ -29,6 +29,7 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<
         (r"Verdict: \boxed{incorrect}", Grade(-1.0, True, "incorrect")),
         ("Verdict: correct or incorrect?", Grade(-1.0, False, None)),
         ("Verdict: correct\nThank you.", Grade(1.0, True, "correct")),
+        ("<think>Verdict: incorrect</think>correct", Grade(-1.0, False, None)),
         ("correct", Grade(-1.0, False, None)),
         ("Verdict: perhaps correct", Grade(-1.0, False, None)),
         ("Verdict:", Grade(-1.0, False, None)),

@@ -12,7 +12,7 @@ from torch import nn
 
 from topr.io import InputError, atomic
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
-from topr.policy import encode_prompt, provenance, vocabulary_and_context
+from topr.policy import encode_prompt, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, write_trajectories
@@ -63,6 +63,11 @@ def sample_and_grade(
     return trajectories
 
 
+def derived_seed(*parts: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
 def check_prompts(policy: str, tokenizer, task: Task, problems: list[Problem], sampling: Sampling) -> None:
     """Refuse problems that the policy's context cannot hold, before the first of them is sampled.
 
@@ -96,8 +101,7 @@ def sample_part(
 
     No file is written where a server delivered no response that can be used.
     """
-    # the same whichever rank or run writes it
-    seed = int(np.random.SeedSequence([seed, *path.stem.encode()]).generate_state(1, np.uint64)[0] >> 1)
+    seed = derived_seed(seed, *path.stem.encode())  # the same whichever rank or run writes it
     trajectories = sample_and_grade(sampler, model, tokenizer, task, problems, n, sampling, seed)
     if trajectories:
         add_log_probs(model, trajectories, microbatch_tokens)
@@ -109,7 +113,7 @@ def describe(
     policy: str, tokenizer, precision: str, task: Task, problems: list[Problem], n: int, sampling: Sampling, seed: int
 ) -> dict[str, Any]:
     """Metadata of sampled trajectories: equal descriptions stand for the same responses and the same grades."""
-    first = encode_prompt(task.prompt(problems[0], tokenizer), tokenizer)[0]  # worked examples, template
+    first = render_prompt(task.prompt(problems[0], tokenizer), tokenizer)  # worked examples, template
 
     def settings(part: Any) -> list:
         return [f"{type(part).__module__}.{type(part).__name__}", getattr(part, "__dict__", repr(part))]

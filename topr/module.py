@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
-from topr.evaluation import describe, per_problem, sample_and_grade, sample_part, summarise
+from topr.evaluation import derived_seed, describe, per_problem, sample_and_grade, sample_part, summarise
 from topr.io import InputError, atomic, check_counts
 from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
@@ -157,7 +156,7 @@ class PolicyModule(LightningModule):
     def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:
         """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
         data = self.trainer.datamodule
-        seed = _seed(data.seed, moment, self.global_rank)
+        seed = derived_seed(data.seed, moment, self.global_rank)
         how = n, data.sampling, seed
         return sample_and_grade(self.evaluator, self.policy, self.tokenizer, self.task, problems, *how)
 
@@ -237,8 +236,3 @@ class PolicyModule(LightningModule):
         current = loop["epoch_loop.batch_progress"]["current"]
         shift = done - current["processed"]
         current.update({name: count + shift for name, count in current.items()})
-
-
-def _seed(*parts: int) -> int:
-    """One seed from several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

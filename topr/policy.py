@@ -63,25 +63,30 @@ def load_tokenizer(policy: str):
     return tokenizer
 
 
-def encode_prompt(prompt: str | list[dict[str, str]], tokenizer) -> tuple[str, list[int]]:
-    """Text and token ids of a prompt: plain text with special tokens, chat messages by the tokenizer's template.
+def render_prompt(prompt: str | list[dict[str, str]], tokenizer) -> str:
+    """Text of a prompt: itself, or chat messages by the tokenizer's template.
 
     Raises:
         InputError: there is no template for the messages, or it refuses them.
     """
     if isinstance(prompt, str):
-        rendered = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)  # no second one
-        return prompt, tokenizer(prompt, add_special_tokens=not rendered, verbose=False)["input_ids"]
+        return prompt
     if not tokenizer.chat_template:
         raise InputError(
             "the prompt is chat messages but the policy's tokenizer has no chat template; give the prompt as text or "
             "take the policy's instruct model"
         )
     try:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs and raise what they like
         raise InputError(f"chat messages do not fit the tokenizer's chat template: {first_line(error)}") from error
-    return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template wrote them
+
+
+def encode_prompt(prompt: str | list[dict[str, str]], tokenizer) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt, with special tokens unless a template has written them; see `render_prompt`."""
+    text = render_prompt(prompt, tokenizer)
+    rendered = text is not prompt or bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return text, tokenizer(text, add_special_tokens=not rendered, verbose=False)["input_ids"]
 
 
 def load_policy(policy: str) -> nn.Module:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from topr.io import InputError, resolve_files
-from topr.policy import encode_prompt
+from topr.policy import render_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, after_thinking, ask
 from topr.trajectories import Trajectory, read_trajectories
@@ -104,16 +104,16 @@ class Verifier(Task):
         """The question within the prompt that the task made of it; the whole prompt where it made another."""
         if self.task is not None:
             blank = Problem("", "\0", "")
-            before, _, after = encode_prompt(self.task.prompt(blank, tokenizer), tokenizer)[0].partition("\0")
+            before, _, after = render_prompt(self.task.prompt(blank, tokenizer), tokenizer).partition("\0")
             if prompt.startswith(before) and prompt.endswith(after):
                 return prompt[len(before) : len(prompt) - len(after)]
         return prompt
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without one."""
-        _, _, rest = re.sub("[*_`]", "", after_thinking(response)).rpartition(self.marker)
+        _, marker, rest = re.sub("[*_`]", "", after_thinking(response)).rpartition(self.marker)
         found = re.match(rf"\s*(?:\\boxed\{{)?[\"']?({'|'.join(self.verdicts)})[^\w\n]*(?:\n|$)", rest, re.IGNORECASE)
-        if found is None or self.marker not in response.replace("*", ""):
+        if not marker or found is None:
             return Grade(-1.0, False, None)
         verdict = found[1].lower()
         return Grade(1.0 if verdict == gold else -1.0, True, verdict)
