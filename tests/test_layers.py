@@ -7,7 +7,7 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan",
+        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan", "sharding",
         "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {

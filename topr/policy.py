@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from topr.io import InputError, atomic, first_line
 from topr.logprobs import pad, response_log_probs
@@ -95,20 +92,15 @@ def load_policy(policy: str) -> nn.Module:
     Raises:
         InputError: it cannot be loaded, or its head is none that `response_log_probs` computes exactly.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     folder = resolve_policy(policy)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
-        for name, value in vars(config).items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=config,
+            config=_config(folder),
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
@@ -118,19 +110,53 @@ def load_policy(policy: str) -> nn.Module:
         raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
         raise InputError(f"policy {policy!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
-    check_head(model, policy)
     model.response_log_probs = MethodType(response_log_probs, model)  # a method, which FSDP2 can wrap
+    check_head(model, policy)
     return model
 
 
+def empty_policy(policy: str) -> nn.Module:
+    """A policy's model without its weights: parameters on the meta device, float32, buffers as they shall be.
+
+    Raises:
+        InputError: its config is none of a causal model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    folder = resolve_policy(policy)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32, trust_remote_code=False)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
+    model.response_log_probs = MethodType(response_log_probs, model)
+    return model
+
+
+def _config(folder: Path):
+    """A model's configuration with dropout off."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
+    for name, value in vars(config).items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
 @torch.no_grad()
-def check_head(model: nn.Module, policy: str) -> None:
+def check_head(model: nn.Module, policy: str, bound: float = 1e-3) -> None:
     """Refuse a model whose own logits differ from what `response_log_probs` takes them to be (scaled heads, say)."""
     ids = torch.arange(4) % model.config.get_text_config().vocab_size
-    logits_V = model(ids[None, :3]).logits[0, -1]
-    ours, _ = response_log_probs(model, pad([ids[:3].numpy()], [ids[3:].numpy()]))
-    difference = (logits_V.log_softmax(-1)[ids[3]] - ours[0]).abs().item()
-    if not difference < 1e-3:
+    tokens = pad([ids[:3].numpy()], [ids[3:].numpy()]).to(model.device)
+    logits_V = model(ids[None, :3].to(model.device)).logits[0, -1]
+    ours, _ = model.response_log_probs(tokens)
+    difference = (logits_V.float().log_softmax(-1)[ids[3]] - ours[0]).abs().item()
+    if not difference < bound:
         raise InputError(
             f"policy {policy!r} ({type(model).__name__}) does more to its logits than a projection and a soft cap: "
             f"log-probs differ by {difference:.1e}; choose a model with a plain output projection"
@@ -163,6 +189,17 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def weight_files(policy: str) -> dict[str, Path]:
+    """The file that holds each of a policy's tensors."""
+    from safetensors import safe_open
+
+    files = {}
+    for path in resolve_policy(policy).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    return files
+
+
 def policy_fingerprint(policy: str) -> str:
     """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32.
 
@@ -172,10 +209,7 @@ def policy_fingerprint(policy: str) -> str:
     """
     from safetensors import safe_open
 
-    digest, files = hashlib.sha256(), {}
-    for path in resolve_policy(policy).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            files.update(dict.fromkeys(file.keys(), path))
+    digest, files = hashlib.sha256(), weight_files(policy)
     for name in sorted(files):
         with safe_open(files[name], "pt") as file:
             rows = file.get_slice(name)
@@ -191,44 +225,6 @@ def provenance(policy: str, tokenizer, precision: str, **more) -> dict[str, Any]
     """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.METADATA_KEYS`."""
     fingerprints = {"tokenizer": tokenizer_fingerprint(tokenizer), "policy": policy_fingerprint(policy)}
     return {**fingerprints, "precision": precision, **more}
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a policy over the devices of a mesh with FSDP2, decoder layer by decoder layer, in place.
-
-    The root's weights (embeddings, output projection) are gathered for whole calls, those of a layer for its own.
-    """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "response_log_probs")
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Whole weights of a sharded policy on every rank, so that each runs as many forwards as it needs, alone."""
-    from torch.distributed.fsdp import FSDPModule
-
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in shards:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in shards:
-            module.set_reshard_after_forward(module is not model, recurse=False)  # as fully_shard sets it
-            module.reshard()
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights on the CPU; of a sharded model on rank 0 alone, and every rank has to call."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
