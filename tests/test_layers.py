@@ -7,8 +7,8 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan", "sharding",
-        "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
+        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan",
+        "sharding", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {
         "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.imitation", "tasks.gsm8k",

@@ -1,4 +1,4 @@
-"""Policies over several devices with FSDP2: each rank reads its shard from the files, whole weights only for a while."""
+"""Policies over several devices with FSDP2: each rank reads its shard from the files; whole weights are brief."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from topr.policy import check_head, empty_policy, load_policy, resolve_policy, w
 def load_sharded(
     policy: str, prepare: Callable[[nn.Module], None], mesh: DeviceMesh, bfloat16: bool, reshard: bool
 ) -> nn.Module:
-    """A policy whose weights no rank ever holds whole: tensor by tensor, each reads its rows from the safetensors files.
+    """A policy whose weights no rank ever holds whole: tensor by tensor, each reads its rows from the files.
 
     Args:
         policy: folder or hub name.
@@ -34,8 +34,8 @@ def load_sharded(
     model = empty_policy(policy)
     if not {name for name, _ in model.named_parameters()} <= set(weight_files(policy)):
         rank_zero_warn(
-            f"the files of policy {policy!r} name or cut its weights otherwise than its model does, so every rank loads "
-            "all of them before it keeps its shard; save_pretrained of the loaded model would mend that"
+            f"the files of policy {policy!r} name or cut its weights otherwise than its model does, so every rank "
+            "loads all of them before it keeps its shard; save_pretrained of the loaded model would mend that"
         )
         model = load_policy(policy)
     prepare(model)
