@@ -6,19 +6,20 @@ import re
 import shutil
 import sys
 import warnings
-import zipfile
 from functools import partialmethod
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import yaml
 from jsonargparse import dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from topr.datamodule import TrajectoryDataModule
-from topr.io import InputError, command, first_line
+from topr.io import InputError, command, first_line, is_out_of_memory, sweep
 from topr.module import PolicyModule
+from topr.trainer import Survival, Trainer
 
 # a resumed run keeps them
 DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer"]
@@ -73,9 +74,10 @@ class CLI(LightningCLI):
             )
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
-        elif config.get("ckpt_path") and not is_checkpoint(Path(config.ckpt_path)):
+        elif config.get("ckpt_path") and updates(Path(config.ckpt_path)) is None:
             raise InputError(
-                f"--ckpt_path: {config.ckpt_path} is no checkpoint; name a .ckpt that a run wrote, or 'last'"
+                f"--ckpt_path: {config.ckpt_path} is no checkpoint, or not all of it is there; name a .ckpt that a run "
+                "wrote, or 'last'"
             )
 
         if self.subcommand == "predict":  # its files go to data.out; a run's folder would hold nothing
@@ -88,21 +90,33 @@ class CLI(LightningCLI):
         if arguments is None or "save_dir" not in arguments:
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = [path for path in root.glob("version_*/checkpoints/*.ckpt") if is_checkpoint(path)]
-        found.sort(key=lambda path: path.stat().st_mtime)
-        config.ckpt_path = str(found[-1]) if found else None
-        print(f"resuming {found[-1]}" if found else f"no checkpoint under {root}: starting afresh")
-        version = found[-1].parent.parent if found else root
-        if self.subcommand == "fit" and (version / "config.yaml").is_file():
-            texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
-            before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
-            for key in DECISIVE:
-                if before.get(key) != now.get(key):
-                    raise InputError(
-                        f"{found[-1]} comes from a run with another {key} (see {version / 'config.yaml'}); go on with "
-                        "that run's settings, or give this one a trainer.logger.init_args.name of its own"
-                    )
+        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+        newest = next((path for path in found if updates(path) is not None), None)
+        config.ckpt_path = newest and str(newest)
+        print(f"resuming {newest}" if newest else f"no complete checkpoint under {root}: starting afresh")
+        if self.subcommand != "fit":
+            return
+        if newest:
+            version = newest.parent.parent
+        else:  # begin a run again in its own folder if it was killed before its first checkpoint
+            begun = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
+            version = max(begun, key=lambda path: path.stat().st_mtime, default=root)
+        if not (version / "config.yaml").is_file():
+            return
+        texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
+        before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
+        changed = next((key for key in DECISIVE if before.get(key) != now.get(key)), None)
+        if changed and newest:
+            raise InputError(
+                f"{newest} comes from a run with another {changed} (see {version / 'config.yaml'}); go on with that "
+                "run's settings, or give this one a trainer.logger.init_args.name of its own"
+            )
+        if not changed:
             arguments.version = int(version.name.removeprefix("version_"))
+            # TensorBoard forgets what was logged after the checkpoint and is logged again
+            logger.dict_kwargs = {"purge_step": updates(newest) if newest else 0}
+            for folder in (version, version / "checkpoints"):
+                sweep(folder)
 
     def instantiate_classes(self) -> None:
         try:
@@ -115,10 +129,17 @@ class CLI(LightningCLI):
 
     def _run(self, command: str, **arguments) -> None:
         """Run a trainer's command; when its input turns out bad before the first update, leave no trace of it."""
+        arguments["weights_only"] = True  # nothing in a checkpoint is executed
         folder = Path(self.trainer.log_dir or ".")
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             getattr(self.trainer, command)(**arguments)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"out of memory in {self.model.doing} ({first_line(error)}); lower {self.model.remedy}"
+            ) from error
         except (InputError, MisconfigurationException) as error:
             if fresh and self.trainer.global_step == 0:
                 shutil.rmtree(fresh[-1], ignore_errors=True)
@@ -129,9 +150,13 @@ class CLI(LightningCLI):
     test, predict = partialmethod(_run, "test"), partialmethod(_run, "predict")
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a checkpoint is complete: a zip file whose end is there, or a folder of shards with their metadata."""
-    return (path / "meta.pt").is_file() or (path.is_file() and zipfile.is_zipfile(path))
+def updates(checkpoint: Path) -> int | None:
+    """Updates behind a checkpoint, a file or a folder of shards; None if it is none or not all of it is there."""
+    try:
+        file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+        return torch.load(file, mmap=True, map_location="cpu", weights_only=True)["global_step"]
+    except Exception:  # whatever a broken file makes torch raise
+        return None
 
 
 def main() -> None:
@@ -145,6 +170,7 @@ def main() -> None:
         CLI(
             PolicyModule,
             TrajectoryDataModule,
+            trainer_class=Trainer,
             parser_class=Parser,
             auto_configure_optimizers=False,
             seed_everything_default=0,
@@ -154,6 +180,7 @@ def main() -> None:
                 "gradient_clip_val": 1.0,
                 "num_sanity_val_steps": 0,
                 "enable_model_summary": False,
+                "callbacks": [Survival()],
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
                     "init_args": {"save_dir": "runs", "name": "policy"},

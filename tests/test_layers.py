@@ -8,13 +8,13 @@ from conftest import ROOT
 LAYERS = [
     {
         "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan",
-        "sharding", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
+        "sharding", "ranks", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {
         "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.imitation", "tasks.gsm8k",
         "tasks.math", "tasks.verifier", "datamodule", "loaders", "sampling", "evaluation",
     },
-    {"monitor", "module", "optim"},
+    {"monitor", "module", "optim", "trainer"},
 ]  # fmt: skip
 
 

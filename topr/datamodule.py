@@ -17,6 +17,7 @@ from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
+from topr.ranks import refuse
 from topr.sampling import Sampling
 from topr.tasks.task import Problem
 from topr.trajectories import SCHEMA, read_metadata, validate
@@ -63,9 +64,19 @@ class TrajectoryDataModule(LightningDataModule):
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
+        self.refusal: InputError | None = None
 
     def prepare_data(self) -> None:
-        """Check every file that this command reads before anything is written or put on a device."""
+        """Check every file that this command reads before anything is written or put on a device.
+
+        This runs on one rank of a node, so that `setup`, which runs on all, tells what was found.
+        """
+        try:
+            self._check()
+        except InputError as error:
+            self.refusal = error
+
+    def _check(self) -> None:
         stage, policy = self.trainer.state.fn, self.trainer.lightning_module.policy_path
         needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
@@ -113,7 +124,12 @@ class TrajectoryDataModule(LightningDataModule):
         return rows.with_format("arrow")
 
     def setup(self, stage: str) -> None:
-        """Derive lengths and advantages from the whole data set."""
+        """Derive lengths and advantages from the whole data set.
+
+        Raises:
+            InputError: what `prepare_data` found.
+        """
+        refuse(self.refusal)
         if stage != "fit":
             return
         table, loss = self.rows.data.table, self.trainer.lightning_module.loss
@@ -202,7 +218,8 @@ class TrajectoryDataModule(LightningDataModule):
         problems = self.read_problems("problems")
         return missing_parts(Path(self.out), problems, self.trainer.lightning_module.describe(problems))
 
-    def file_of(self, trajectory: np.ndarray) -> np.ndarray:
-        """Number of the training file that each row number lies in."""
-        ends = np.cumsum([pq.read_metadata(path).num_rows for path in self.files])
-        return np.searchsorted(ends, trajectory, side="right")
+    def place(self, trajectory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Number of the training file that each row number lies in, and the row's number there."""
+        ends = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in self.files])
+        file = np.searchsorted(ends, trajectory, side="right") - 1
+        return file, trajectory - ends[file]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from topr.io import InputError, atomic
+from topr.io import InputError, atomic, sweep
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
 from topr.policy import encode_prompt, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
@@ -133,8 +133,7 @@ def missing_parts(folder: Path, problems: list[Problem], about: dict[str, Any]) 
         folder / f"part-{start // PART:05d}.parquet": problems[start : start + PART]
         for start in range(0, len(problems), PART)
     }
-    for stale in folder.glob(".part-*"):  # of a run that was killed while it wrote
-        stale.unlink()
+    sweep(folder)
     for path in sorted(folder.glob("*.parquet")):
         found = read_metadata(path)
         differing = [key for key in about if found[key] != about[key]]

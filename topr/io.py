@@ -1,5 +1,6 @@
 """What every command shares: errors of one sentence, exit codes, atomic writes."""
 
+import errno
 import glob
 import json
 import os
@@ -26,11 +27,23 @@ def command() -> Iterator[None]:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"error: the disk is full{where}; what is complete is kept: make room and start again", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def first_line(error: Exception) -> str:
     """The first line of a library's message, for use inside one of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether that is what an error of Python, torch or CUDA tells."""
+    told = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and told is not None)
 
 
 def check_counts(prefix: str, least: int = 1, **counts: int | None) -> None:
@@ -61,15 +74,21 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    # a policy, adapters, a sharded checkpoint
+    replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt"))
     if path.is_dir() and not replaceable:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{path} cannot be written: its folder cannot be made ({error.strerror})") from error
+    sweep(path.parent, glob.escape(path.name))
     try:
         yield temporary
+        for file in [temporary, *temporary.rglob("*")]:  # on the disk before it has its name, lest a power cut empty it
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
         if replaceable:  # a folder cannot be renamed over a folder that holds files
             os.replace(path, aside)
         os.replace(temporary, path)
@@ -79,6 +98,19 @@ def atomic(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left in a folder of files of this name, a pattern: temporaries without a process."""
+    for path in folder.glob(f".{name}.*.*"):
+        *_, number, end = path.name.split(".")
+        if end in ("tmp", "old") and number.isdigit():
+            try:
+                os.kill(int(number), 0)
+            except ProcessLookupError:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            except PermissionError:
+                pass  # it is there
 
 
 def load_rows(

@@ -36,6 +36,7 @@ class LoRA:
             InputError: no layer has such a name.
         """
         from peft import LoraConfig
+        from peft.tuners.lora import LoraLayer
 
         try:
             # without dropout: log mu and log pi must come from one deterministic function
@@ -43,6 +44,11 @@ class LoRA:
             model.add_adapter(config)
         except ValueError as error:
             raise InputError(f"model.lora.targets: {self.targets!r} fits no layer ({first_line(error)})") from error
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):  # beside weights yet to be loaded, adapters lie on the meta device as well
+                for name in layer.adapter_layer_names:
+                    getattr(layer, name).to_empty(device="cpu")
+                layer.reset_lora_parameters("default", init_lora_weights=True)
 
 
 def merge(policy: str, adapter: Path) -> nn.Module:

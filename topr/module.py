@@ -19,11 +19,13 @@ from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
 from topr.lora import LoRA, merge
 from topr.losses import Loss
-from topr.monitor import Monitor, gather
+from topr.monitor import Monitor
 from topr.policy import export_policy, load_policy, load_tokenizer
+from topr.ranks import gather
 from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.sharding import full_state_dict, gathered, load_sharded
 from topr.tasks.task import Problem, Task
+from topr.trainer import Preempted
 from topr.trajectories import Trajectory
 
 
@@ -68,9 +70,13 @@ class PolicyModule(LightningModule):
         if threads is not None:
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
-        # kept in checkpoints: figures of the run so far; tokens and seconds of training
+        self.doing, self.remedy = "setting up", "the size of the policy, or shard it (configs/fsdp.yaml)"
+        self.interrupted = False  # by a signal; see `topr.trainer.Preemption`
+        self.evaluator.interrupted = lambda: self.interrupted
+        # kept in checkpoints: figures of the run so far; tokens and seconds of training; the last update validated
         self.summary: dict[str, Any] = {}
         self.clock = (0, 0.0)
+        self.validated = 0
 
     def configure_model(self) -> None:
         """Load weights and tokenizer; called once the strategy has set the device up."""
@@ -104,6 +110,9 @@ class PolicyModule(LightningModule):
         return self.policy.response_log_probs(tokens)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+        rows, columns = batch.tokens.input_ids_BL.shape
+        self.doing = f"update {self.global_step + 1}, a forward or backward of {rows} trajectories x {columns} tokens"
+        self.remedy = f"data.microbatch_tokens, now {self.trainer.datamodule.microbatch_tokens}"
         log_probs_N, hidden_ND = self(batch.tokens)
         output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
         self.monitor.collect(output, hidden_ND, batch)
@@ -118,6 +127,14 @@ class PolicyModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.monitor.before_step(self.global_step)
+
+    def configure_gradient_clipping(
+        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: str | None
+    ) -> None:
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):  # the norm is known already
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, self.monitor.norm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_train_start(self) -> None:
         self.monitor = Monitor(self, self.clock)
@@ -165,17 +182,27 @@ class PolicyModule(LightningModule):
         """n graded responses to each problem; every rank passes its own and gets all."""
         with gathered(self.policy):
             local = self._responses(problems, n, self.global_step)
-        return [trajectory for part in gather(local) for trajectory in part]
+        parts = gather((local, self.interrupted))
+        if any(interrupted for _, interrupted in parts):
+            raise Preempted
+        return [trajectory for part, _ in parts for trajectory in part]
 
     def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:
         """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
         data = self.trainer.datamodule
+        self._expect_sampling(problems, n)
         seed = derived_seed(data.seed, moment, self.global_rank)
         how = n, data.sampling, seed
         return sample_and_grade(self.evaluator, self.policy, self.tokenizer, self.task, problems, *how)
 
+    def _expect_sampling(self, problems: list[Problem], n: int) -> None:
+        """Say what runs, should memory run out."""
+        self.doing = f"sampling {n} responses to each of {len(problems)} problems"
+        self.remedy = f"model.sampler.init_args.rows, now {getattr(self.evaluator, 'rows', None)}"
+
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))
+        self.validated = self.global_step
 
     def test_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("test", self._sample(batch, self.trainer.datamodule.samples))
@@ -223,6 +250,7 @@ class PolicyModule(LightningModule):
         with gathered(self.policy):  # on every rank, also on those that have nothing left to do
             if not problems:
                 return 0
+            self._expect_sampling(problems, data.samples)
             how = data.samples, data.sampling, data.seed, data.microbatch_tokens
             return sample_part(path, self._about, self.sampler, self.policy, self.tokenizer, self.task, problems, *how)
 
@@ -240,13 +268,3 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.summary, self.clock = checkpoint["summary"], checkpoint["clock"]
-        if self.trainer.state.fn != "fit":
-            return
-        # The trainer counts micro-batches, of which another number may make a step now, and a checkpoint from a
-        # validation may lie within one: go back to the last whole step, where the loader resumes as well.
-        loop = checkpoint["loops"]["fit_loop"]
-        (loader,) = loop["state_dict"]["combined_loader"]
-        done = loader["global_batches"] * self.trainer.datamodule.microbatches(loader["epoch"])
-        current = loop["epoch_loop.batch_progress"]["current"]
-        shift = done - current["processed"]
-        current.update({name: count + shift for name, count in current.items()})

@@ -3,7 +3,6 @@
 import resource
 import time
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from topr.logprobs import Tokens
 from topr.losses import LossOutput, sum_tokens
 from topr.metrics import training_statistics
 from topr.policy import policy_fingerprint
+from topr.ranks import gather, refuse, total_norm
 
 MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
 MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
@@ -54,18 +54,17 @@ class Monitor:
         del self.pending
 
     def before_step(self, step: int) -> None:
-        """Check the first two batches; log every `log_every_n_steps`.
+        """Check every update and the first two batches; log every `log_every_n_steps`.
 
         Raises:
-            InputError: the data claims to come from this policy and its log mu does not fit.
+            InputError: the data claims to come from this policy and its log mu does not fit, or a number is not finite.
         """
         local, self.rows = torch.cat(self.rows, dim=1).cpu().numpy(), []
         trainer = self.module.trainer
-        due = trainer.log_every_n_steps and (step + 1) % trainer.log_every_n_steps == 0
-        if step > 1 and not due:
-            return
         values = np.concatenate(gather(local), axis=1)
         rows = dict(zip(COLUMNS, values[:, values[0] > 0], strict=True))  # without fillers
+        self.norm = total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
+        self._check_finite(rows, float(self.norm), step)
         last = [parameter for parameter in self.module.parameters() if parameter.requires_grad][-1]
         if step == 0:
             self._check_start(rows)
@@ -76,15 +75,38 @@ class Monitor:
                 "learning rate is 0 or the update vanishes in the precision of the weights",
                 stacklevel=1,
             )
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded parameters
-        statistics = training_statistics(rows) | {"gradient/norm": norm} | self.speed.read(trainer.world_size)
+        if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+            return
+        statistics = (
+            training_statistics(rows) | {"gradient/norm": float(self.norm)} | self.speed.read(trainer.world_size)
+        )
         self.module.log_dict(statistics, rank_zero_only=True)
         self.module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
             for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
                 if chosen.any():
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+
+    def _check_finite(self, rows: dict[str, np.ndarray], norm: float, step: int) -> None:
+        """End the run before an update of NaN or infinite numbers: weights and checkpoints stay as they were."""
+        names = {"log_ratio": "log-probs", "loss": "loss", "gradient": "gradient"}
+        bad = {name: rows["trajectory"][~np.isfinite(rows[column])] for column, name in names.items()}
+        found = next((name for name, trajectories in bad.items() if len(trajectories)), None)
+        if found is None and np.isfinite(norm):
+            return
+        # where no trajectory's own numbers show it, it arose on the way down through the layers
+        chosen = np.sort(bad[found] if found else rows["trajectory"]).astype(int)
+        data = self.module.trainer.datamodule
+        places = zip(*data.place(chosen[:3]), strict=True)
+        named = ", ".join(f"row {row} of {data.files[file]}" for file, row in places)
+        refuse(
+            InputError(
+                f"update {step + 1}: the {found or 'gradient of the weights'} is NaN or infinite for {len(chosen)} of "
+                f"its {len(rows['trajectory'])} trajectories ({named}{', …' if len(chosen) > 3 else ''}); nothing was "
+                "updated, and earlier checkpoints are kept: look at these rows, lower the learning rate or take "
+                "trainer.precision 32-true, then go on with --ckpt_path last"
+            )
+        )
 
     def _still(self, rows: dict[str, np.ndarray], last: Tensor) -> bool:
         """Whether the first update moved nothing; in bfloat16 the ratios are too noisy to tell, the weights are not."""
@@ -95,7 +117,7 @@ class Monitor:
         size, data, policy = np.abs(rows["log_ratio"]), self.module.trainer.datamodule, self.module.policy_path
         self.module.summary["max_abs_log_ratio_at_start"] = float(size.max())
         own = policy_fingerprint(policy)
-        files = [data.metadata[i] for i in data.file_of(rows["trajectory"])]
+        files = [data.metadata[i] for i in data.place(rows["trajectory"])[0]]
         claimed = np.array([file["policy"] == own for file in files])
         if not claimed.all():
             low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
@@ -113,11 +135,13 @@ class Monitor:
         bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
         if not found <= bound:
             worst = rows["trajectory"][np.where(claimed, drift, -1).argmax()]
-            raise InputError(
-                f"data.train says that policy {policy!r} sampled it, but before the first update "
-                f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
-                f"{found:.3g}, expected at most {bound} (worst: row {worst:.0f}); score the responses again with this "
-                "policy"
+            refuse(
+                InputError(
+                    f"data.train says that policy {policy!r} sampled it, but before the first update "
+                    f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
+                    f"{found:.3g}, expected at most {bound} (worst: row {worst:.0f}); score the responses again with "
+                    "this policy"
+                )
             )
 
 
@@ -197,12 +221,3 @@ def _peak_flops(device: torch.device) -> float:
         (matrix @ matrix)[0, 0].item()  # reading a value waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * 1024**3 / best
-
-
-def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

@@ -4,7 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,6 +88,7 @@ class LocalSampler(Sampler):
     def __init__(self, rows: int = 512):
         check_counts("LocalSampler: ", rows=rows)
         self.rows = rows
+        self.interrupted: Callable[[], bool] = lambda: False  # asked at each token; once true, what is there returns
 
     def sample(
         self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
@@ -111,9 +112,12 @@ class LocalSampler(Sampler):
         with _plain(model), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(seed)
             for start in range(0, len(order), self.rows):
+                if self.interrupted():
+                    break
                 rows = order[start : start + self.rows]
                 ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
                 criteria = [partial(_stopped, tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
+                criteria.append(lambda ids, _: torch.full((len(ids),), self.interrupted(), device=ids.device))
                 # weights are whole (see `gathered`): ranks that waited for each other at every token would never end
                 # where one of them has fewer prompts
                 output = model.generate(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -53,7 +54,7 @@ def load_sharded(
         try:
             stored = {name.replace(".base_layer.", "."): tensors[name].detach() for name in names}
             dcp.load(stored, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy))))
-        except Exception as error:  # whatever a broken file makes the library raise
+        except (Exception, CheckpointException) as error:  # whatever a broken file makes the library raise
             raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         check_head(model, policy, 0.3 if bfloat16 else 1e-3)  # its own logits are rounded to bfloat16

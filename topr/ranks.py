@@ -1,0 +1,40 @@
+"""What the processes of a distributed run say to each other."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from topr.io import InputError
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all tensors together, the same on every rank where they are sharded."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def refuse(error: InputError | None) -> None:
+    """Let every rank end when one has an error, and the first alone tell it; all ranks have to call.
+
+    Raises:
+        InputError: on rank 0, the first error of any rank.
+        SystemExit: on the others, with code 0: a launcher would kill rank 0 before it has spoken.
+    """
+    errors = [found for found in gather(error and str(error)) if found]
+    if not errors:
+        return
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        raise SystemExit(0)
+    raise InputError(errors[0]) from error
