@@ -125,6 +125,12 @@ class Survival(Callback):
         current = loop["epoch_loop.batch_progress"]["current"]
         shift = done - current["processed"]
         current.update({name: count + shift for name, count in current.items()})
+        if checkpoint["validation_due"]:  # say that it had begun: then the trainer starts with it
+            for counts in loop["epoch_loop.batch_progress"]["total"], current:
+                counts["completed"] = counts["processed"]
+            begun = loop["epoch_loop.val_loop.batch_progress"]
+            begun["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            begun["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step  # the loggers' step
