@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -12,8 +13,9 @@ import torch
 from tqdm import tqdm
 
 from topr.evaluation import check_prompts, describe, figure, missing_parts, per_problem, sample_part, summarise, table
-from topr.io import InputError, atomic, check_counts, check_folder, command
+from topr.io import InputError, atomic, check_counts, check_folder, command, first_line, is_out_of_memory
 from topr.policy import load_policy, load_tokenizer, provenance
+from topr.ranks import gather, rank
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.task import Problem, Task
@@ -50,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=512, help="responses generated side by side (default 512)")
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="tokens of one scoring forward")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
+    parser.add_argument("--devices", type=int, help="that share the problems (default: all GPUs, or one CPU process)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; 1 is fastest for a tiny model")
     args = parser.parse_args()
     if args.greedy:
@@ -68,6 +71,15 @@ def benchmark(argument: str, args: argparse.Namespace) -> tuple[str, Task, list[
     return name, task, task.problems(file or default), replace(task.sampling, **given)
 
 
+def start_ranks(devices: int | None) -> None:
+    """Start a process for each device, or join those that torchrun or SLURM started."""
+    count = devices or max(1, torch.cuda.device_count())
+    if count > 1 or int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
+        from lightning.fabric import Fabric
+
+        Fabric(devices=count, strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1))).launch()
+
+
 @lru_cache(maxsize=1)  # one policy at a time in memory
 def loaded(policy: str):
     """The policy on the device."""
@@ -83,11 +95,21 @@ def responses(
     check_prompts(policy, tokenizer, task, problems, sampling)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     folder = args.out / "responses" / f"{name}-{digest}"
-    for path, part in tqdm(missing_parts(folder, problems, about), desc=f"{policy} on {name}"):
+    missing = gather(missing_parts(folder, problems, about))  # rank 0's: another's may be later, and shorter
+    for path, part in tqdm(missing[0][rank() :: len(missing)], desc=f"{policy} on {name}", disable=rank() > 0):
         model = loaded(policy)
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, args.precision == "bf16-mixed"):
             how = n, sampling, args.seed, args.microbatch_tokens
-            sample_part(path, about, LocalSampler(args.rows), model, tokenizer, task, part, *how)
+            try:
+                sample_part(path, about, LocalSampler(args.rows), model, tokenizer, task, part, *how)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise InputError(
+                    f"out of memory in {n} responses to each of {len(part)} problems ({first_line(error)}); lower "
+                    f"--rows, now {args.rows}, or --microbatch-tokens, now {args.microbatch_tokens}"
+                ) from error
+    gather(None)  # until every rank has written its files
     return [row for path in sorted(folder.glob("part-*.parquet")) for row in read_trajectories(path)]
 
 
@@ -103,8 +125,8 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
 
 
 def run(args: argparse.Namespace) -> None:
-    counts = {"samples": args.samples, "rows": args.rows, "threads": args.threads, "critiques": args.critiques}
-    check_counts("--", **counts, k=args.k[0], microbatch_tokens=args.microbatch_tokens)
+    counts = ("samples", "rows", "threads", "devices", "critiques", "microbatch_tokens")
+    check_counts("--", k=args.k[0], **{name: getattr(args, name) for name in counts})
     check_counts("--", least=0, seed=args.seed)
     if args.k[-1] > args.samples:
         raise InputError(f"--k {args.k[-1]} is more than the --samples {args.samples} of each problem; raise --samples")
@@ -117,11 +139,14 @@ def run(args: argparse.Namespace) -> None:
     for policy in args.policy + [args.verifier] * (args.verifier is not None):
         load_tokenizer(policy)  # everything is found before the first response is sampled
     benchmarks = [benchmark(argument, args) for argument in args.benchmark]
+    start_ranks(args.devices)
     sampled = {
         (policy, name): responses(policy, name, task, problems, args.samples, sampling, args)
         for policy in args.policy
         for name, task, problems, sampling in benchmarks
     }
+    if rank():
+        return
     results: dict[str, dict] = {}
     first: dict[str, dict] = {}  # the first policy's values of each problem, by benchmark
     for (policy, name), rows in sampled.items():

@@ -81,9 +81,7 @@ class Monitor:
             training_statistics(rows) | {"gradient/norm": float(self.norm)} | self.speed.read(trainer.world_size)
         )
         self.module.log_dict(statistics, logger=False, rank_zero_only=True)  # for callbacks
-        for (
-            logger
-        ) in self.module.loggers:  # Lightning's own way repeats a figure of an earlier step where one is absent
+        for logger in self.module.loggers:  # Lightning's own way repeats an earlier figure where one is absent
             logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
         self.module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):

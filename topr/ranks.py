@@ -10,6 +10,11 @@ from torch.distributed.tensor import DTensor
 from topr.io import InputError
 
 
+def rank() -> int:
+    """Number of this process, 0 where there is but one."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 def gather(value: Any) -> list[Any]:
     """`value` of every rank, in the order of the ranks."""
     if not torch.distributed.is_initialized():
@@ -35,6 +40,6 @@ def refuse(error: InputError | None) -> None:
     errors = [found for found in gather(error and str(error)) if found]
     if not errors:
         return
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+    if rank():
         raise SystemExit(0)
     raise InputError(errors[0]) from error
