@@ -77,7 +77,8 @@ def start_ranks(devices: int | None) -> None:
     if count > 1 or int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
         from lightning.fabric import Fabric
 
-        Fabric(devices=count, strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1))).launch()
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_NNODES", 1)))  # the former is torchrun's
+        Fabric(devices=count, num_nodes=nodes, strategy="ddp").launch()
 
 
 @lru_cache(maxsize=1)  # one policy at a time in memory

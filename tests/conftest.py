@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +25,20 @@ TWO_RANKS = {
     "fsdp": ["--config", ROOT / "configs" / "fsdp.yaml", "--trainer.devices=2"]
     + ["--trainer.strategy.init_args.data_parallel_size=2"],
 }
+
+
+def on_ranks(count: int, folder: Path, *commands: list) -> tuple[list[list[int]], str]:
+    """Run commands of train.py in `count` processes, as torchrun does: exit codes of each by rank, standard error."""
+    todo = [{"folder": str(folder), "arguments": list(map(str, arguments))} for arguments in commands]
+    (folder / "commands.json").write_text(json.dumps(todo))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    done = subprocess.run(
+        [*launch, ROOT / "tests" / "ranks.py", folder / "commands.json"],
+        cwd=folder, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes = [[int((folder / f"code-{i}-{rank}").read_text()) for rank in range(count)] for i in range(len(commands))]
+    return codes, done.stdout + done.stderr
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -102,5 +102,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights on the CPU; of a sharded model on rank 0 alone, and every rank has to call."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """All weights on the CPU, tied ones once; of a sharded model on rank 0 alone, and every rank has to call."""
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: value for name, value in weights.items() if name not in tied}
