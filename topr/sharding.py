@@ -58,6 +58,7 @@ def load_sharded(
             raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         check_head(model, policy, 0.3 if bfloat16 else 1e-3)  # its own logits are rounded to bfloat16
+    model.reshard()  # the root, which waits for a backward
     return model
 
 

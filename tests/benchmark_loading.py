@@ -1,0 +1,81 @@
+"""Memory of one rank while a sharded policy is loaded, as a multiple of what it keeps.
+
+python tests/benchmark_loading.py
+
+A random Llama of 220 million parameters, bfloat16 on disk and float32 in memory, on two CPU processes. Counted is
+private memory above that after the imports; pages of the mapped files are the kernel's to drop and do not count.
+"""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from topr import sharding
+
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+
+
+def private_memory() -> int:
+    """Bytes of resident memory that belong to no file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def measure(policy: str) -> None:
+    """Load on this rank and print what it took."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.distributed.barrier()
+    start, peak, done = private_memory(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, private_memory())
+            time.sleep(0.001)
+
+    threading.Thread(target=watch, daemon=True).start()
+    read, check = 0, sharding.check_head
+
+    def checked(*arguments) -> None:
+        nonlocal read
+        read = peak
+        check(*arguments)
+
+    sharding.check_head = checked
+    model = sharding.load_sharded(policy, lambda model: None, mesh, bfloat16=False, reshard=True)
+    done.set()
+    whole = sum(parameter.numel() for parameter in model.parameters()) * 4
+    shard = sum(parameter.to_local().numel() for parameter in model.parameters()) * 4
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4
+    if mesh.get_rank() == 0:
+        print(f"weights {whole / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, one layer {layer / 1e6:.0f} MB")
+        for what, bytes_ in (("reading the files", read), ("and checking the head by a forward", peak)):
+            share = (bytes_ - start - layer) / shard
+            print(f"{what:35} {(bytes_ - start) / 1e6:5.0f} MB = {share:.2f} shards + one layer")
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        measure(sys.argv[1])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, folder]
+        subprocess.run(launch, check=True)
+
+
+if __name__ == "__main__":
+    main()
