@@ -134,16 +134,15 @@ class CLI(LightningCLI):
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             getattr(self.trainer, command)(**arguments)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"out of memory in {self.model.doing} ({first_line(error)}); lower {self.model.remedy}"
-            ) from error
-        except (InputError, MisconfigurationException) as error:
+        except (InputError, MisconfigurationException, RuntimeError, MemoryError) as error:
+            told = first_line(error)
+            if not isinstance(error, (InputError, MisconfigurationException)):
+                if not is_out_of_memory(error):
+                    raise
+                told = f"out of memory in {self.model.doing} ({told}); lower {self.model.remedy}"
             if fresh and self.trainer.global_step == 0:
                 shutil.rmtree(fresh[-1], ignore_errors=True)
-            raise InputError(first_line(error)) from error
+            raise InputError(told) from error
 
     # the command line looks here before it looks at the trainer
     fit, validate = partialmethod(_run, "fit"), partialmethod(_run, "validate")

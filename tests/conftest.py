@@ -27,9 +27,13 @@ TWO_RANKS = {
 }
 
 
-def on_ranks(count: int, folder: Path, *commands: list) -> tuple[list[list[int]], str]:
-    """Run commands of train.py in `count` processes, as torchrun does: exit codes of each by rank, standard error."""
-    todo = [{"folder": str(folder), "arguments": list(map(str, arguments))} for arguments in commands]
+def on_ranks(count: int, folder: Path, *commands: list, sigterm: int | None = None) -> tuple[list[list[int]], str]:
+    """Run commands of train.py in `count` processes, as torchrun does: exit codes of each by rank, what they told.
+
+    The first of them gets a SIGTERM at the update `sigterm`.
+    """
+    todo = [{"folder": str(folder), "arguments": list(map(str, arguments)), "sigterm": None} for arguments in commands]
+    todo[0]["sigterm"] = sigterm
     (folder / "commands.json").write_text(json.dumps(todo))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run(

@@ -1,10 +1,12 @@
 """Commands of train.py, one behind the other, in processes that torchrun starts: they pay for the imports once.
 
-torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"folder": …, "arguments": […]}.
+torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"folder": …, "arguments": […], "sigterm": null}:
+the update at which the first process gets a SIGTERM.
 """
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,10 +15,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import train
+from topr.monitor import Monitor
+
+collect = Monitor.collect
 
 
 def main() -> None:
+    sigterm = None
+
+    def interrupted(self, *arguments) -> None:
+        if self.module.global_step == sigterm and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        collect(self, *arguments)
+
+    Monitor.collect = interrupted
     for number, command in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        sigterm = command["sigterm"]
         os.chdir(command["folder"])
         sys.argv = ["train.py", *command["arguments"]]
         code = 0

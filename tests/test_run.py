@@ -90,7 +90,7 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "val_interval/pass@1_low", "val_interval/pass@1_high",
     } <= scalars  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
-    assert [event.step for event in events.Scalars("val/pass@1")] == [0, 0, 1, 2]  # before training, then thrice
+    assert [event.step for event in events.Scalars("val/pass@1")] == [0, 1, 2, 3]  # before training, then thrice
     assert all(math.isfinite(event.value) for name in scalars for event in events.Scalars(name))
     assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
     assert any("samples" in tag for tag in events.Tags()["tensors"])

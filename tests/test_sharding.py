@@ -132,6 +132,16 @@ def test_either_number_of_ranks_resumes_the_other(run, files, two, saved):
     assert summary["steps"] == 21
 
 
+def test_sigterm_leaves_shards_that_are_gone_on_with(files, two):
+    folder, name = two[0], "preempted"
+    ended, resumed = (command(files, name, *FSDP[2], *more) for more in (LONG, RESUMED))
+    codes, told = on_ranks(2, folder, ended, resumed, sigterm=7)
+    assert codes == [[143, 0], [0, 0]] and "ended by SIGTERM after update 8" in told, told
+    assert f"resuming runs/{name}/version_0/checkpoints/preempted.ckpt" in told
+    close(weights(folder, "adamw"), weights(folder, name), 0)
+    assert not (folder / "runs" / name / "version_0" / "checkpoints" / "preempted.ckpt").exists()
+
+
 def test_an_exported_shard_is_a_whole_policy(files, two):
     folder = two[0] / "runs" / "adamw" / "version_0"
     ids = torch.tensor([[5, 6, 7, 8]])

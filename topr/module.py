@@ -73,10 +73,11 @@ class PolicyModule(LightningModule):
         self.doing, self.remedy = "setting up", "the size of the policy, or shard it (configs/fsdp.yaml)"
         self.interrupted = False  # by a signal; see `topr.trainer.Preemption`
         self.evaluator.interrupted = lambda: self.interrupted
-        # kept in checkpoints: figures of the run so far; tokens and seconds of training; the last update validated
+        # kept in checkpoints: figures of the run so far; tokens and seconds of training; the last validation,
+        # after how many updates
         self.summary: dict[str, Any] = {}
         self.clock = (0, 0.0)
-        self.validated = 0
+        self.figures: tuple[int, dict[str, float]] = (-1, {})
 
     def configure_model(self) -> None:
         """Load weights and tokenizer; called once the strategy has set the device up."""
@@ -140,9 +141,11 @@ class PolicyModule(LightningModule):
         self.monitor = Monitor(self, self.clock)
         data = self.trainer.datamodule
         if self.global_step == 0 and data.val is not None and self.trainer.limit_val_batches:
-            figures = self._figures("val", self._sample(data.share("val"), data.val_samples))
-            for logger in self.loggers:
-                logger.log_metrics(figures, step=0)  # where the curves begin
+            self._write_figures(self._figures("val", self._sample(data.share("val"), data.val_samples)))
+        elif self.figures[0] == self.global_step:
+            self._write_figures(
+                self.figures[1]
+            )  # of a resumed run, whose logger forgot what the checkpoint came before
         if data.test is not None and "before" not in self.summary:
             self.summary["before"] = self._brief(self._sample(data.share("test"), data.samples))
         self.monitor.speed.start()  # the clock counts training only
@@ -202,14 +205,23 @@ class PolicyModule(LightningModule):
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))
-        self.validated = self.global_step
 
     def test_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("test", self._sample(batch, self.trainer.datamodule.samples))
 
     def _log_figures(self, split: str, trajectories: list[Trajectory]) -> None:
-        for name, figure in self._figures(split, trajectories).items():
-            self.log(name, figure, prog_bar=name == "val/pass@1", batch_size=1, rank_zero_only=True)
+        figures, fitting = self._figures(split, trajectories), self.trainer.state.fn == "fit"
+        for name, figure in figures.items():  # for callbacks and what is printed
+            shown = {"prog_bar": name == "val/pass@1", "logger": not fitting}
+            self.log(name, figure, batch_size=1, rank_zero_only=True, **shown)
+        if fitting:
+            self._write_figures(figures)
+
+    def _write_figures(self, figures: dict[str, float]) -> None:
+        """Log figures at the number of updates made; Lightning would log them at that of the last."""
+        self.figures = self.global_step, figures
+        for logger in self.loggers:
+            logger.log_metrics(figures, self.global_step)
 
     def _figures(self, split: str, trajectories: list[Trajectory]) -> dict[str, float]:
         """Metrics with their intervals; a few of the responses go to TensorBoard as text."""
@@ -262,9 +274,10 @@ class PolicyModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["summary"], checkpoint["clock"] = self.summary, self.monitor.speed.total
+        checkpoint["figures"] = self.figures
         if self.lora is not None and self.device_mesh is None:  # a sharded checkpoint is read back by the whole model
             trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.summary, self.clock = checkpoint["summary"], checkpoint["clock"]
+        self.summary, self.clock, self.figures = (checkpoint[name] for name in ("summary", "clock", "figures"))

@@ -231,12 +231,21 @@ def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str,
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all.
 
     Of a model with adapters these are written, for `merge`.
+
+    Raises:
+        InputError: it cannot be written.
     """
+    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     with atomic(path) as folder:
-        model.save_pretrained(folder, state_dict=state_dict)
+        try:
+            model.save_pretrained(folder, state_dict=state_dict)
+        except SafetensorError as error:
+            raise InputError(
+                f"{path} cannot be written ({error}); make room and go on with --ckpt_path last"
+            ) from error
         tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):  # they are written for their owner alone
             weights.chmod((folder / "tokenizer_config.json").stat().st_mode)

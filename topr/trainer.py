@@ -111,7 +111,7 @@ class Survival(Callback):
         if module.device.type == "cuda":
             checkpoint["random"]["cuda"] = torch.cuda.get_rng_state(module.device)
         due = trainer.training and trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        checkpoint["validation_due"] = bool(due and module.validated < trainer.global_step)
+        checkpoint["validation_due"] = bool(due and module.figures[0] < trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
