@@ -224,9 +224,8 @@ def test_running_out_of_memory_says_where_and_which_key_to_lower(run, fit, monke
     assert code == 2 and error.startswith("error: out of memory in ") and "Traceback" not in told
     key = {"update": "data.microbatch_tokens, now 60", "sampling": "model.sampler.init_args.rows, now 512"}[where]
     assert key in error and not folder.exists()
-    assert {"update": "update 1, a forward or backward of", "sampling": "4 responses to each of 5 problems"}[
-        where
-    ] in error
+    words = {"update": "update 1, a forward or backward of", "sampling": "4 responses to each of 5 problems"}
+    assert words[where] in error
 
 
 @pytest.fixture

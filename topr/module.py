@@ -143,9 +143,7 @@ class PolicyModule(LightningModule):
         if self.global_step == 0 and data.val is not None and self.trainer.limit_val_batches:
             self._write_figures(self._figures("val", self._sample(data.share("val"), data.val_samples)))
         elif self.figures[0] == self.global_step:
-            self._write_figures(
-                self.figures[1]
-            )  # of a resumed run, whose logger forgot what the checkpoint came before
+            self._write_figures(self.figures[1])  # again: the logger of a resumed run forgets what is not behind it
         if data.test is not None and "before" not in self.summary:
             self.summary["before"] = self._brief(self._sample(data.share("test"), data.samples))
         self.monitor.speed.start()  # the clock counts training only

@@ -243,9 +243,7 @@ def export_policy(model: nn.Module, tokenizer, path: Path, state_dict: dict[str,
         try:
             model.save_pretrained(folder, state_dict=state_dict)
         except SafetensorError as error:
-            raise InputError(
-                f"{path} cannot be written ({error}); make room and go on with --ckpt_path last"
-            ) from error
+            raise InputError(f"{path} cannot be written ({error}); make room and start again") from error
         tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):  # they are written for their owner alone
             weights.chmod((folder / "tokenizer_config.json").stat().st_mode)
