@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from topr.evaluation import check_prompts, describe, figure, missing_parts, per_problem, sample_part, summarise, table
-from topr.io import InputError, atomic, check_counts, check_folder, command
+from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
 from topr.policy import load_policy, load_tokenizer, provenance
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
@@ -28,7 +28,7 @@ BENCHMARKS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
+    parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     parser.add_argument(
         "--benchmark",
@@ -103,9 +103,10 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
 
 
 def run(args: argparse.Namespace) -> None:
-    counts = {"samples": args.samples, "rows": args.rows, "threads": args.threads, "critiques": args.critiques}
+    counts = {"samples": args.samples, "rows": args.rows, "critiques": args.critiques}
     check_counts("--", **counts, k=args.k[0], microbatch_tokens=args.microbatch_tokens)
     check_counts("--", least=0, seed=args.seed)
+    check_counts("--", most=1024, threads=args.threads)
     if args.k[-1] > args.samples:
         raise InputError(f"--k {args.k[-1]} is more than the --samples {args.samples} of each problem; raise --samples")
     check_folder("--out", args.out)

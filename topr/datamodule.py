@@ -69,7 +69,7 @@ class TrajectoryDataModule(LightningDataModule):
         stage, policy = self.trainer.state.fn, self.trainer.lightning_module.policy_path
         needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
-            if getattr(self, name) is None:
+            if not getattr(self, name):
                 raise InputError(f"data.{name} is not set; {stage.value} needs it")
         tokenizer = load_tokenizer(policy)
         for split in ("val", "test") if stage == "fit" else needed[:1]:

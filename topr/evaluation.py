@@ -77,6 +77,8 @@ def check_prompts(policy: str, tokenizer, task: Task, problems: list[Problem], s
     _, context = vocabulary_and_context(policy)
     for problem in problems:
         length = len(encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1])
+        if length == 0:
+            raise InputError(f"problem {problem.id!r}: its prompt is empty; drop the problem")
         if length + sampling.max_new_tokens > context:
             raise InputError(
                 f"problem {problem.id!r}: its prompt of {length} tokens and max_new_tokens = {sampling.max_new_tokens} "

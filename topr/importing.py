@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from topr.io import InputError, load_rows
 from topr.policy import encode_prompt, end_tokens, load_policy, load_tokenizer, provenance, vocabulary_and_context
-from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+from topr.trajectories import LARGEST, Trajectory, add_log_probs, write_trajectories
 
 OPTIONAL = {
     "prompt_id": (str, int),
@@ -22,7 +21,6 @@ OPTIONAL = {
     "gold": (str, int, float),
 }
 REWARDS = {"reward": (bool, int, float), "score": (bool, int, float), "label": (bool,)}  # a label of 0 would be no -1
-LARGEST = float(np.finfo(np.float32).max)  # of Python, which compares it with integers of any size
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -162,7 +160,7 @@ def _responses(row: dict[str, Any], form: Format, where: str) -> list[tuple[str 
                 names = " or ".join(kind.__name__ for kind in REWARDS[name])
                 raise InputError(f"{where}: key {name!r} must hold {names}, found {type(reward).__name__}")
             if not abs(reward) <= LARGEST:
-                raise InputError(f"{where}: the reward {reward!r:.20} is not finite in float32")
+                raise InputError(f"{where}: the reward {reward!r:.20} is not between -{LARGEST:.0f} and {LARGEST:.0f}")
             reward = 2.0 * reward - 1 if isinstance(reward, bool) else float(reward)
         found.append((prompt, response, reward))
     if any(prompt != found[0][0] for prompt, _, _ in found):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ def resolve_policy(policy: str) -> Path:
         InputError: it is neither, or the folder holds no model in safetensors format.
     """
     folder = Path(policy)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         from huggingface_hub import snapshot_download
 
         try:
@@ -35,7 +36,7 @@ def resolve_policy(policy: str) -> Path:
                 f"policy {policy!r} is neither a folder nor a model that the hub delivers ({first_line(error)}); "
                 "give the path of a Hugging Face model folder or a hub name such as meta-llama/Meta-Llama-3-8B-Instruct"
             ) from error
-    missing = "config.json" if not (folder / "config.json").is_file() else ""
+    missing = "config.json" if not os.path.isfile(folder / "config.json") else ""
     missing = missing or ("*.safetensors" if not any(folder.glob("*.safetensors")) else "")
     if missing:
         raise InputError(
