@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,7 +60,7 @@ BYTES = {
     "UTF-32": LINE.decode().encode("utf-32"),
     "gzip": gzip.compress(LINE, mtime=0),
     "zip": b"PK\x03\x04" + bytes(60),
-    "pickle": b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
+    "pickle": b"cposix\nsystem\n(S'touch PWNED'\ntR.",
     "NUL bytes": LINE[:10] + b"\0\0" + LINE[10:],
     "a NUL behind": LINE + b"\0",
     "two marks": b"\xef\xbb\xbf\xef\xbb\xbf" + LINE,
@@ -162,8 +161,14 @@ WRONG = {
         {"prompt": "1", "completion": "2", "label": True},
         {"prompt": TEXTS, "completion": TEXTS, "label": [*NUMBERS, 0, 1, 1.0, "true"]},
     ),
-    "preference": ({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": TEXTS[1:], "chosen": TEXTS, "rejected": TEXTS}),
-    "implicit": ({"chosen": CHAT, "rejected": CHAT}, {"chosen": [*TEXTS, "1"], "rejected": [*TEXTS, "1", CHAT[:1], CHAT * 2]}),
+    "preference": (
+        {"prompt": "1", "chosen": "2", "rejected": "3"},
+        {"prompt": TEXTS[1:], "chosen": TEXTS, "rejected": TEXTS},
+    ),
+    "implicit": (
+        {"chosen": CHAT, "rejected": CHAT},
+        {"chosen": [*TEXTS, "1"], "rejected": [*TEXTS, "1", CHAT[:1], CHAT * 2]},
+    ),
     "verl": ({"input": "1", "output": "2", "score": 1}, {"input": TEXTS, "output": TEXTS, "score": NUMBERS}),
     "OpenRLHF": ({"input": "1", "output": "2", "reward": 1}, {"input": TEXTS, "output": TEXTS, "reward": NUMBERS}),
     "optional": (
@@ -177,7 +182,7 @@ WRONG = {
             "gold": [True, [], {}, ["1"]],
         },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("form", "key"), [(form, key) for form in WRONG for key in WRONG[form][1]])
@@ -220,7 +225,11 @@ PROBLEM = {"prompt": "1+1>", "gold": "2"}
 PROBLEMS = {
     "arithmetic": (
         PROBLEM,
-        {"prompt": [None, 1, True, [], {}, "", "1" * 40, "1" * 10_000], "gold": [None, 2, True, [], {}], "id": [1.5, True, [], {}]},
+        {
+            "prompt": [None, 1, True, [], {}, "", "1" * 40, "1" * 10_000],
+            "gold": [None, 2, True, [], {}],
+            "id": [1.5, True, [], {}],
+        },
     ),
     "gsm8k": (
         {"question": "1+1?", "answer": "#### 2"},
@@ -230,7 +239,7 @@ PROBLEMS = {
         {"problem": "1+1?", "answer": "2"},
         {"problem": [None, 1, [], {}], "answer": [None, 2, [], {}], "solution": [1, [], {}]},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name in PROBLEMS for key in PROBLEMS[name][1]])
@@ -250,7 +259,7 @@ def test_problems_of_one_id(run, policy):
 
 VALUES = ["0", "-1", "1.5", "", "many", "nan", str(10**30)]
 ARGUMENTS = {
-    **{name: VALUES for name in ("samples", "rows", "microbatch-tokens", "threads", "critiques", "k")},
+    **dict.fromkeys(("samples", "rows", "microbatch-tokens", "threads", "critiques", "k"), VALUES),
     "max-new-tokens": VALUES,
     "threads": [*VALUES, "100000"],
     "k": [*VALUES, "17"],
@@ -264,7 +273,7 @@ ARGUMENTS = {
     "verifier": ["", ".", "nowhere", "a/b", "/dev/null"],
     "benchmark": ["", "=", "arithmetic=", "arithmetic=nowhere", "arithmetic=/dev/zero", "arithmetic=a/b:c", "gsm9k"],
     "out": ["problems.jsonl", "problems.jsonl/below", "/dev/null", "/dev/null/below", "/proc/below"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

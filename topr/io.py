@@ -51,8 +51,9 @@ def printable(text: str, limit: int, kept: str = "") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message, for use inside one of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of a library's message, for use inside one of ours, and the second where it is a heading."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 def check_counts(prefix: str, least: int = 1, most: int = 2**31 - 1, **counts: int | None) -> None:

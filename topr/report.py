@@ -64,7 +64,8 @@ def samples(files: list[str], count: int) -> Iterator[str]:
             told += ["invalid"] * (row["valid"] is False)
             told += [f"{key} {printable(row[key], 60)}" for key in ("answer", "gold") if row[key] is not None]
             head = f"--- {sign}: {', '.join(told)}"
-            yield f"{head}\n[prompt]\n{printable(row['prompt'], SHOWN, BREAKS)}\n[response]\n{printable(row['response'], SHOWN, BREAKS)}"
+            texts = (printable(row[name], SHOWN, BREAKS) for name in ("prompt", "response"))
+            yield "{}\n[prompt]\n{}\n[response]\n{}".format(head, *texts)
 
 
 def _columns(table: pa.Table) -> dict[str, np.ndarray]:
