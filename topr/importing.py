@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from topr.io import InputError, load_rows
+from topr.losses import LARGEST
 from topr.policy import (
     encode,
     encode_prompt,
@@ -18,7 +19,7 @@ from topr.policy import (
     provenance,
     vocabulary_and_context,
 )
-from topr.trajectories import LARGEST, Trajectory, add_log_probs, write_trajectories
+from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 OPTIONAL = {
     "prompt_id": (str, int),

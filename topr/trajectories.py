@@ -30,6 +30,7 @@ from topr.io import (
     resolve_files,
 )
 from topr.logprobs import score
+from topr.losses import LARGEST
 
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
@@ -57,7 +58,6 @@ METADATA_KEYS = {  # what each may hold beside null
     "sampling": dict,
     "iteration": int,
 }
-LARGEST = 1e6  # of rewards and log-probs: training squares sums of them in float32
 REMEDY = "python -m topr.trajectories import makes trajectory files from text"
 
 
