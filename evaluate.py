@@ -13,7 +13,16 @@ import torch
 from tqdm import tqdm
 
 from topr.evaluation import check_prompts, describe, figure, missing_parts, per_problem, sample_part, summarise, table
-from topr.io import InputError, atomic, check_counts, check_folder, command, first_line, is_out_of_memory
+from topr.io import (
+    ArgumentParser,
+    InputError,
+    atomic,
+    check_counts,
+    check_folder,
+    command,
+    first_line,
+    is_out_of_memory,
+)
 from topr.policy import load_policy, load_tokenizer, provenance
 from topr.ranks import gather, rank
 from topr.sampling import LocalSampler, Sampling
@@ -30,7 +39,7 @@ BENCHMARKS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
+    parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     parser.add_argument(
         "--benchmark",
@@ -126,9 +135,10 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
 
 
 def run(args: argparse.Namespace) -> None:
-    counts = ("samples", "rows", "threads", "devices", "critiques", "microbatch_tokens")
+    counts = ("samples", "rows", "devices", "critiques", "microbatch_tokens")
     check_counts("--", k=args.k[0], **{name: getattr(args, name) for name in counts})
     check_counts("--", least=0, seed=args.seed)
+    check_counts("--", most=1024, threads=args.threads)
     if args.k[-1] > args.samples:
         raise InputError(f"--k {args.k[-1]} is more than the --samples {args.samples} of each problem; raise --samples")
     check_folder("--out", args.out)

@@ -2,25 +2,40 @@
 
 import logging
 import os
+import pydoc
 import re
 import shutil
 import sys
 import warnings
 from functools import partialmethod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import dict_to_namespace
+from jsonargparse import dict_to_namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 
 from topr.datamodule import TrajectoryDataModule
-from topr.io import InputError, command, first_line, is_out_of_memory, sweep
+from topr.io import (
+    LONGEST_LINE,
+    InputError,
+    check_counts,
+    check_file,
+    check_folder,
+    command,
+    first_line,
+    is_out_of_memory,
+    sweep,
+)
 from topr.module import PolicyModule
 from topr.trainer import Survival, Trainer
 
+# of Lightning's counts, which it does not check
+LEAST = {"min_epochs": 0, "min_steps": 0, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "gradient_clip_val": 0}
+LEAST |= {"check_val_every_n_epoch": 1}
 # a resumed run keeps them
 DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer"]
 DECISIVE += ["data.train", "data.batch_size", "seed_everything"]
@@ -32,6 +47,15 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
+    def parse_path(self, path: str | os.PathLike, *args, **kwargs):
+        check_file(path, "name a YAML file")
+        if os.path.getsize(path) > LONGEST_LINE:
+            raise InputError(f"{path} is longer than {LONGEST_LINE} bytes; name a YAML file")
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is no text in UTF-8 ({error.reason}); name a YAML file") from error
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         hint = " (python train.py fit --help lists every key)"
         sentence = re.sub(r"\s+", " ", str(message)).replace(hint, "")  # an inner parser may have hinted already
@@ -40,11 +64,36 @@ class Parser(LightningArgumentParser):
         raise InputError(sentence + hint) from ex
 
 
+def load_yaml(text: str) -> Any:
+    """What the parser makes of a text, unless a key stands twice, of which the last would count, or aliases swell it.
+
+    Raises:
+        yaml.YAMLError: the text is no YAML, or such a one.
+    """
+    nodes, seen = [yaml.compose(text, Loader=yaml.CSafeLoader)], 0
+    while nodes:
+        node, seen = nodes.pop(), seen + 1
+        if seen > 100_000:
+            raise yaml.YAMLError("it holds more than 100,000 values, aliases counted as often as they are used")
+        if isinstance(node, yaml.MappingNode):
+            keys = [str(key.value) for key, _ in node.value]
+            if len(set(keys)) < len(keys):
+                raise yaml.YAMLError(f"the key {max(keys, key=keys.count)!r} stands twice")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return LOAD_YAML(text)
+
+
+LOAD_YAML = get_loader("yaml")
+set_loader("yaml", load_yaml, (yaml.YAMLError, RecursionError, ValueError))
+
+
 class CLI(LightningCLI):
     """Lightning's command line with the checks and the resumption that the README promises."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=seed)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would load a whole checkpoint for the hyperparameters that ours do not hold."""
@@ -58,8 +107,18 @@ class CLI(LightningCLI):
                 "trainer.accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which the number of "
                 "micro-batches per step follows"
             )
-        if trainer.logger is False:
+        for key, least in LEAST.items():
+            check_counts("trainer.", least, **{key: trainer[key]})
+        if trainer.val_check_interval == 0 or trainer.overfit_batches != 0:
+            raise InputError("trainer.val_check_interval must be above 0, and trainer.overfit_batches stay at 0")
+        optimizer = pydoc.locate(str(getattr(config.model.optimizer, "class_path", None)))
+        if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):  # the parser takes any callable
+            raise InputError(f"model.optimizer: {config.model.optimizer!r:.200} is no torch optimiser; name its class")
+        if trainer.logger in (False, []):
             raise InputError("trainer.logger is false, but its folder is where a run's files go; leave the logger on")
+        save_dir = getattr(getattr(trainer.logger, "init_args", None), "save_dir", None)
+        if save_dir is not None:
+            check_folder("trainer.logger.init_args.save_dir", save_dir)
         if trainer.limit_train_batches not in (None, 1.0):
             raise InputError("trainer.limit_train_batches would cut an update in pieces; set trainer.max_steps")
         if re.search("fsdp", str(trainer.strategy), re.IGNORECASE):
@@ -121,7 +180,7 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (MisconfigurationException, TypeError, ValueError) as error:
+        except (MisconfigurationException, TypeError, ValueError, ImportError) as error:
             inner = error  # the parser may have wrapped one of ours
             while inner is not None and not isinstance(inner, InputError):
                 inner = inner.__cause__ or inner.__context__
@@ -149,12 +208,22 @@ class CLI(LightningCLI):
     test, predict = partialmethod(_run, "test"), partialmethod(_run, "predict")
 
 
+def seed(value: bool | int) -> int:
+    """The seed, which numpy takes only up to 32 bits."""
+    check_counts("", least=0, most=2**32 - 1, seed_everything=int(value))
+    return int(value)
+
+
 def updates(checkpoint: Path) -> int | None:
-    """Updates behind a checkpoint, a file or a folder of shards; None if it is none or not all of it is there."""
+    """Updates behind a checkpoint, a file or a folder of shards; None if it is none or not all of it is there.
+
+    Nothing in it is executed, and its weights are not read.
+    """
     try:
         file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
-        return torch.load(file, mmap=True, map_location="cpu", weights_only=True)["global_step"]
-    except Exception:  # whatever a broken file makes torch raise
+        content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
+        return content["global_step"] if content.keys() >= {"loops", "pytorch-lightning_version"} else None
+    except Exception:  # whatever torch makes of a broken file
         return None
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import train
 from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.tasks.imitation import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -133,3 +134,21 @@ def run(tmp_path, monkeypatch, capsys):
 
     run.folder = tmp_path
     return run
+
+
+def listing(folder: Path) -> dict[str, tuple]:
+    """What lies under a folder, links not followed."""
+    return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+def refused(run, words: str, *arguments, main=train.main) -> str:
+    """Run, and check that it ends as bad input should: exit code 2, one sentence, no trace; returns the sentence."""
+    before = listing(run.folder)
+    code, out, err = run(main, *arguments)
+    lines = [line for line in err.splitlines() if not line.startswith("INFO")]
+    assert code == 2, f"exit code {code}\n{out}\n{err}"
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    assert words in lines[0], lines[0]
+    assert len(lines[0]) < 500 and lines[0].isprintable(), lines[0]
+    assert listing(run.folder) == before
+    return lines[0]

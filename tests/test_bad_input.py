@@ -8,7 +8,7 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import ROOT, make_policy, make_trajectories, refused, write
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -24,19 +24,6 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     policy = make_policy(folder / "base")
     return policy, write(folder / "train.parquet", policy, make_trajectories(policy))
-
-
-def refused(run, words: str, *arguments, main=train.main) -> str:
-    """Run, and check that it ends as bad input should; returns the sentence."""
-    before = set(run.folder.rglob("*"))
-    code, out, err = run(main, *arguments)
-    lines = [line for line in err.splitlines() if not line.startswith("INFO")]
-    assert code == 2, err
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
-    assert words in lines[0]
-    assert len(lines[0]) < 500
-    assert set(run.folder.rglob("*")) == before
-    return lines[0]
 
 
 def fit(policy, data, *arguments):

@@ -60,7 +60,7 @@ class TrajectoryDataModule(LightningDataModule):
     ):
         super().__init__()
         check_counts("data.", samples=samples, val_samples=val_samples, batch_size=batch_size)
-        check_counts("data.", least=0, num_workers=num_workers)
+        check_counts("data.", least=0, most=1024, num_workers=num_workers)
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
@@ -80,7 +80,7 @@ class TrajectoryDataModule(LightningDataModule):
         stage, policy = self.trainer.state.fn, self.trainer.lightning_module.policy_path
         needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
         for name in needed:
-            if getattr(self, name) is None:
+            if not getattr(self, name):
                 raise InputError(f"data.{name} is not set; {stage.value} needs it")
         tokenizer = load_tokenizer(policy)
         for split in ("val", "test") if stage == "fit" else needed[:1]:
@@ -195,7 +195,10 @@ class TrajectoryDataModule(LightningDataModule):
     def read_problems(self, split: str) -> list[Problem]:
         """Problems of `val`, `test` or `problems`; none where the split is not set."""
         path = getattr(self, split)
-        return self.trainer.lightning_module.task.problems(path) if path is not None else []
+        try:
+            return self.trainer.lightning_module.task.problems(path) if path is not None else []
+        except InputError as error:
+            raise InputError(f"data.{split}: {error}") from error
 
     def share(self, split: str) -> list[Problem]:
         """This rank's problems of a split."""

@@ -74,9 +74,15 @@ def check_prompts(policy: str, tokenizer, task: Task, problems: list[Problem], s
     Raises:
         InputError: the first such problem.
     """
-    _, context = vocabulary_and_context(policy)
+    vocabulary, context = vocabulary_and_context(policy)
     for problem in problems:
-        length = len(encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1])
+        ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1]
+        length = len(ids)
+        if not all(0 <= token < vocabulary for token in ids) or not ids:
+            raise InputError(
+                f"problem {problem.id!r}: its prompt is empty or beyond the policy's vocabulary of {vocabulary}; drop "
+                "the problem or mend the tokenizer"
+            )
         if length + sampling.max_new_tokens > context:
             raise InputError(
                 f"problem {problem.id!r}: its prompt of {length} tokens and max_new_tokens = {sampling.max_new_tokens} "

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from topr.io import InputError, load_rows
-from topr.policy import encode_prompt, end_tokens, load_policy, load_tokenizer, provenance, vocabulary_and_context
+from topr.losses import LARGEST
+from topr.policy import (
+    encode,
+    encode_prompt,
+    end_tokens,
+    load_policy,
+    load_tokenizer,
+    provenance,
+    vocabulary_and_context,
+)
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 OPTIONAL = {
@@ -22,7 +30,6 @@ OPTIONAL = {
     "gold": (str, int, float),
 }
 REWARDS = {"reward": (bool, int, float), "score": (bool, int, float), "label": (bool,)}  # a label of 0 would be no -1
-LARGEST = float(np.finfo(np.float32).max)  # of Python, which compares it with integers of any size
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -97,7 +104,8 @@ def import_file(
     Raises:
         InputError: an entry is malformed, of no or several formats, or empty, or nothing is short enough.
     """
-    tokenizer = load_tokenizer(policy)
+    tokenizer, (vocabulary, context) = load_tokenizer(policy), vocabulary_and_context(policy)
+    context = min(microbatch_tokens, context)
     trajectories, lost, ignored = [], {}, set()
     for number, row in enumerate(load_rows(source, {}, OPTIONAL), start=1):
         where, row = f"{source}, entry {number}", {key: value for key, value in row.items() if value is not None}
@@ -107,15 +115,19 @@ def import_file(
         for prompt, response, reward in _responses(row, form, where):
             try:
                 text, ids = encode_prompt(prompt, tokenizer)
+                response_ids = encode(response, tokenizer, special=False)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from error
             if not ids:
                 raise InputError(f"{where}: the prompt is empty; drop the entry")
-            response_ids = tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
+            if not all(0 <= token < vocabulary for token in ids + response_ids):
+                raise InputError(
+                    f"{where}: the tokenizer of policy {policy!r} gives ids beyond the model's vocabulary of "
+                    f"{vocabulary}; take the model's own"
+                )
             if not response_ids and not row.get("finished", True):
                 raise InputError(f"{where}: the response is empty; drop the entry")
             trajectories.append(_trajectory(text, ids, response, response_ids, reward, row, form))
-    context = min(microbatch_tokens, vocabulary_and_context(policy)[1])
     model = load_policy(policy).to("cuda" if torch.cuda.is_available() else "cpu")
     ends = end_tokens(model, tokenizer)
     for trajectory in trajectories:
@@ -162,7 +174,7 @@ def _responses(row: dict[str, Any], form: Format, where: str) -> list[tuple[str 
                 names = " or ".join(kind.__name__ for kind in REWARDS[name])
                 raise InputError(f"{where}: key {name!r} must hold {names}, found {type(reward).__name__}")
             if not abs(reward) <= LARGEST:
-                raise InputError(f"{where}: the reward {reward!r:.20} is not finite in float32")
+                raise InputError(f"{where}: the reward {reward!r:.20} is not between -{LARGEST:.0f} and {LARGEST:.0f}")
             reward = 2.0 * reward - 1 if isinstance(reward, bool) else float(reward)
         found.append((prompt, response, reward))
     if any(prompt != found[0][0] for prompt, _, _ in found):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from topr.io import InputError
 
+LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
+
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
 
 Ratio = Literal["sequence", "sequence_mean", "token"]
@@ -96,13 +98,15 @@ class TOPR(Loss):
     ):
         for sign, a, b in (("plus", a_plus, b_plus), ("minus", a_minus, b_minus)):
             largest = math.exp(LOG_INFINITY)
-            if not (0 <= a <= b and a <= largest and (b <= largest or b == math.inf)):
+            if None in (a, b) or not (0 <= a <= b and a <= largest and (b <= largest or b == math.inf)):
                 raise InputError(
                     f"model.loss: limits a_{sign} = {a} and b_{sign} = {b} must satisfy 0 <= a <= b <= "
                     f"e^{LOG_INFINITY:.0f} or b = infinity (.inf); exchange or change them"
                 )
-        if not math.isfinite(baseline):
-            raise InputError(f"model.loss: baseline is {baseline}; give a finite number")
+        if not abs(baseline) <= LARGEST:
+            raise InputError(
+                f"model.loss: baseline is {baseline}; it must lie between -{LARGEST:.0f} and {LARGEST:.0f}"
+            )
         if positive_share is not None and baseline != 0:
             raise InputError(
                 f"model.loss: both baseline = {baseline} and positive_share = {positive_share} are given; the share "

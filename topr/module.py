@@ -66,7 +66,7 @@ class PolicyModule(LightningModule):
         self.lora, self.activation_checkpointing = lora, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
-        check_counts("model.", threads=threads)
+        check_counts("model.", most=1024, threads=threads)
         if threads is not None:
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None

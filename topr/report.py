@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from topr.io import open_parquet, printable
 from topr.losses import advantage_share
 from topr.trajectories import batches, read_metadata
 
 BINS = 10
 BAR = 24
 SHOWN = 800  # characters of a sample's prompt and response
+BREAKS = "\n\t"  # and what of them need not be escaped
 
 
 def report(files: list[str]) -> str:
@@ -55,15 +56,16 @@ def report(files: list[str]) -> str:
 
 def samples(files: list[str], count: int) -> Iterator[str]:
     """Up to `count` positives and as many negatives of trajectory files in readable text, taken evenly over them."""
-    reward = np.concatenate([pq.read_table(file, columns=["reward"])["reward"].to_numpy() for file in files])
+    reward = np.concatenate([table["reward"].to_numpy() for file in files for table in batches(file)])
     for sign, rows in (("positive", np.flatnonzero(reward >= 0)), ("negative", np.flatnonzero(reward < 0))):
         chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows)), dtype=int)]
         for row in _rows(files, set(chosen.tolist())):
             told = [f"reward {row['reward']:g}", "finished" if row["finished"] else "truncated"]
             told += ["invalid"] * (row["valid"] is False)
-            told += [f"{key} {_text(row[key], 60)}" for key in ("answer", "gold") if row[key] is not None]
+            told += [f"{key} {printable(row[key], 60)}" for key in ("answer", "gold") if row[key] is not None]
             head = f"--- {sign}: {', '.join(told)}"
-            yield f"{head}\n[prompt]\n{_text(row['prompt'])}\n[response]\n{_text(row['response'])}"
+            texts = (printable(row[name], SHOWN, BREAKS) for name in ("prompt", "response"))
+            yield "{}\n[prompt]\n{}\n[response]\n{}".format(head, *texts)
 
 
 def _columns(table: pa.Table) -> dict[str, np.ndarray]:
@@ -134,19 +136,12 @@ def _rows(files: list[str], indices: set[int]) -> Iterator[dict]:
     """Rows by their number over all files; row groups without one are skipped."""
     columns, start = ["prompt", "response", "reward", "finished", "valid", "answer", "gold"], 0
     for file in files:
-        parquet = pq.ParquetFile(file)
-        for number in range(parquet.num_row_groups):
-            end = start + parquet.metadata.row_group(number).num_rows
-            if not indices.isdisjoint(range(start, end)):
-                for batch in parquet.iter_batches(8192, row_groups=[number], columns=columns):
-                    wanted = [index - start for index in sorted(indices) if start <= index < start + len(batch)]
-                    yield from batch.take(pa.array(wanted, pa.int64())).to_pylist()
-                    start += len(batch)
-            start = end
-
-
-def _text(text: str, limit: int = SHOWN) -> str:
-    """Text with its line breaks, without what would steer a terminal, cut in its middle."""
-    text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-    cut = len(text) - limit
-    return f"{text[: limit // 2]} [… {cut:,} characters …] {text[-limit // 2 :]}" if cut > 0 else text
+        with open_parquet(file) as parquet:
+            for number in range(parquet.num_row_groups):
+                end = start + parquet.metadata.row_group(number).num_rows
+                if not indices.isdisjoint(range(start, end)):
+                    for batch in parquet.iter_batches(8192, row_groups=[number], columns=columns):
+                        wanted = [index - start for index in sorted(indices) if start <= index < start + len(batch)]
+                        yield from batch.take(pa.array(wanted, pa.int64())).to_pylist()
+                        start += len(batch)
+                start = end

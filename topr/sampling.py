@@ -41,10 +41,11 @@ class Sampling:
     stop: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1):
+        warm = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4  # else logits overflow
+        if not (warm and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1):
             raise InputError(
-                f"{self}: temperature and top_k must be at least 0, top_p above 0 and at most 1, max_new_tokens at "
-                "least 1"
+                f"{self}: temperature must be 0 or from 1e-4 to 1e4, top_k at least 0, top_p above 0 and at most 1, "
+                "max_new_tokens at least 1"
             )
         if not all(self.stop):
             raise InputError(f"{self}: an empty text in stop would end every response")

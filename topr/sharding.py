@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from topr.io import InputError, first_line
-from topr.policy import check_head, empty_policy, load_policy, resolve_policy, weight_files
+from topr.policy import check_head, check_weights, empty_policy, load_policy, resolve_policy, stored_tensors
+from topr.ranks import refuse
 
 
 def load_sharded(
@@ -33,7 +34,8 @@ def load_sharded(
         InputError: as `load_policy`.
     """
     model = empty_policy(policy)
-    if not {name for name, _ in model.named_parameters()} <= set(weight_files(policy)):
+    stored, places = set(stored_tensors(policy)), set(model.state_dict())
+    if not {name for name, _ in model.named_parameters()} <= stored <= places:
         rank_zero_warn(
             f"the files of policy {policy!r} name or cut its weights otherwise than its model does, so every rank "
             "loads all of them before it keeps its shard; save_pretrained of the loaded model would mend that"
@@ -56,6 +58,12 @@ def load_sharded(
             dcp.load(stored, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy))))
         except (Exception, CheckpointException) as error:  # whatever a broken file makes the library raise
             raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
+    refusal = None
+    try:
+        check_weights(model, policy)
+    except InputError as error:  # perhaps of this rank's rows alone
+        refusal = error
+    refuse(refusal)
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         check_head(model, policy, 0.3 if bfloat16 else 1e-3)  # its own logits are rounded to bfloat16
     model.reshard()  # the root, which waits for a backward

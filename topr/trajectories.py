@@ -4,8 +4,8 @@ python -m topr.trajectories import FILE --policy DIR --out FILE.parquet
 python -m topr.trajectories inspect FILE.parquet
 """
 
-import argparse
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +17,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import nn
 
-from topr.io import InputError, atomic, check_counts, command, first_line, resolve_files
+from topr.io import (
+    ArgumentParser,
+    InputError,
+    atomic,
+    check_counts,
+    check_folder,
+    command,
+    first_line,
+    load_json,
+    open_parquet,
+    resolve_files,
+)
 from topr.logprobs import score
+from topr.losses import LARGEST
 
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
@@ -37,7 +49,16 @@ SCHEMA = pa.schema(
         pa.field("gold", pa.string()),
     ]
 )
-METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")
+METADATA_KEYS = {  # what each may hold beside null
+    "schema": int,
+    "task": str,
+    "tokenizer": str,
+    "policy": str,
+    "precision": str,
+    "sampling": dict,
+    "iteration": int,
+}
+REMEDY = "python -m topr.trajectories import makes trajectory files from text"
 
 
 @dataclass
@@ -68,7 +89,8 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], met
     """
     known = {key: metadata.get(key) for key in METADATA_KEYS} | {"schema": SCHEMA_VERSION}
     schema = SCHEMA.with_metadata({"topr": json.dumps(known)})
-    with atomic(path) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    how = {"compression": "zstd", "write_page_checksum": True}
+    with atomic(path) as temporary, pq.ParquetWriter(temporary, schema, **how) as writer:
         rows: list[dict] = []
         for trajectory in trajectories:
             rows.append(asdict(trajectory))
@@ -82,10 +104,10 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
     """All rows of a trajectory file, which must fit into memory; training maps files instead.
 
     Raises:
-        InputError: see `read_metadata`.
+        InputError: see `read_metadata` and `batches`.
     """
     read_metadata(path)
-    return [Trajectory(**row) for row in pq.read_table(path, columns=SCHEMA.names).to_pylist()]
+    return [Trajectory(**row) for table in batches(path) for row in table.to_pylist()]
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -94,18 +116,14 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: the file is no Parquet file of this schema.
     """
-    try:
-        schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} is no readable Parquet file ({first_line(error)}); python -m topr.trajectories import makes "
-            "trajectory files from JSON lines"
-        ) from error
+    with open_parquet(path, REMEDY) as file:
+        # the file keeps its metadata twice, beside the schema and within Arrow's own
+        schema, texts = file.schema_arrow, (file.metadata.metadata, file.schema_arrow.metadata)
     for field in SCHEMA:
-        if field.name not in schema.names:
+        if schema.names.count(field.name) != 1:
             raise InputError(
-                f"{path}: column {field.name!r} is missing; a trajectory file has the columns {', '.join(SCHEMA.names)}"
-                " (python -m topr.trajectories import makes one from text)"
+                f"{path}: column {field.name!r} {'stands twice' if field.name in schema.names else 'is missing'}; a "
+                f"trajectory file has the columns {', '.join(SCHEMA.names)} ({REMEDY})"
             )
         if not _same_kind(schema.field(field.name).type, field.type):
             raise InputError(
@@ -113,10 +131,17 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
                 + ("; write +1 and -1" if field.name == "reward" else "")
             )
     try:
-        metadata = json.loads((schema.metadata or {}).get(b"topr", b"{}"))
-        metadata = {key: metadata.get(key) for key in METADATA_KEYS}
+        first, second = (load_json((text or {}).get(b"topr", b"{}").decode()) for text in texts)
+        metadata = {key: first.get(key) for key in METADATA_KEYS}
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path}: the metadata key 'topr' holds no JSON object ({error})") from error
+    if first != second:
+        raise InputError(f"{path} is damaged: it keeps its metadata twice, and the two differ; take another copy of it")
+    for key, value in metadata.items():
+        if value is not None and type(value) is not METADATA_KEYS[key]:
+            raise InputError(
+                f"{path}: the metadata key 'topr' holds {key} = {value!r:.50}, expected {METADATA_KEYS[key].__name__}"
+            )
     if metadata["schema"] not in (None, SCHEMA_VERSION):
         raise InputError(
             f"{path} has trajectory schema {metadata['schema']}, this version reads {SCHEMA_VERSION}; write it anew"
@@ -142,17 +167,17 @@ def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**
         InputError: the first bad row, by number and prompt.
     """
     row = 0
-    # buffering ahead would hold the whole file
-    for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(batch_size=8192, columns=SCHEMA.names):
-        try:
-            table = pa.Table.from_batches([batch]).cast(pa.schema([field.with_nullable(True) for field in SCHEMA]))
-        except pa.ArrowException as error:
-            raise InputError(f"{path}, rows {row} to {row + len(batch) - 1}: {first_line(error)}") from error
-        for index, problem in _problems(table, vocabulary, max_tokens):
-            prompt_id = table["prompt_id"][index].as_py()
-            raise InputError(f"{path}, row {row + index} (prompt {prompt_id!r}): {problem}")
-        yield table
-        row += len(batch)
+    with open_parquet(path, REMEDY) as file:
+        for batch in file.iter_batches(batch_size=8192, columns=SCHEMA.names):
+            try:
+                table = pa.Table.from_batches([batch]).cast(pa.schema([field.with_nullable(True) for field in SCHEMA]))
+            except pa.ArrowException as error:
+                raise InputError(f"{path}, rows {row} to {row + len(batch) - 1}: {first_line(error)}") from error
+            for index, problem in _problems(table, vocabulary, max_tokens):
+                prompt_id = table["prompt_id"][index].as_py()
+                raise InputError(f"{path}, row {row + index} (prompt {prompt_id!r}): {problem}")
+            yield table
+            row += len(batch)
     if row == 0:
         raise InputError(f"{path} holds no trajectory; sample or import some first")
 
@@ -180,14 +205,16 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tup
         null = flat.is_null().to_numpy(zero_copy_only=False)
         values = flat.fill_null(0).to_numpy(zero_copy_only=False)
         if name == "ref_logprobs":
-            wrong = null | ~np.isfinite(values) | (values > 0)
-            expected = "a log-prob that is null, NaN, infinite or positive; score the responses again"
+            wrong = null | ~((values <= 0) & (values >= -LARGEST))
+            expected = f"a log-prob that is null, NaN, positive or below {-LARGEST:.0f}; score the responses again"
         else:
             wrong = null | (values < 0) | (values >= vocabulary)
             expected = f"an id that is null or outside the policy's vocabulary of {vocabulary}"
         if wrong.any():
             yield int(np.searchsorted(np.cumsum(length[name]), np.argmax(wrong), "right")), f"{name} holds {expected}"
-    yield from first(~np.isfinite(table["reward"].to_numpy()), "the reward is NaN or infinite")
+    yield from first(
+        ~(np.abs(table["reward"].to_numpy()) <= LARGEST), f"the reward is NaN or infinite, or beyond +-{LARGEST:.0f}"
+    )
     tokens = length["prompt_ids"] + length["response_ids"]
     if (tokens > max_tokens).any():
         index = int(np.argmax(tokens > max_tokens))
@@ -220,7 +247,7 @@ def add_log_probs(model: nn.Module, trajectories: list[Trajectory], microbatch_t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m topr.trajectories", description="Make and read trajectory files.")
+    parser = ArgumentParser(prog="python -m topr.trajectories", description="Make and read trajectory files.")
     commands = parser.add_subparsers(dest="command", required=True)
     convert = commands.add_parser("import", help="tokenise and score responses that have rewards")
     convert.add_argument("file", help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
@@ -231,8 +258,8 @@ def main() -> None:
     inspect = commands.add_parser("inspect", help="report on trajectory files and show samples")
     inspect.add_argument("files", nargs="+", help="trajectory files, taken as one; globs are welcome")
     inspect.add_argument("--samples", type=int, default=1, help="trajectories to show of each sign")
-    args = parser.parse_args()
     with command():
+        args = parser.parse_args()
         from topr.report import report, samples  # these need what this file defines
 
         if args.command == "inspect":
@@ -242,8 +269,11 @@ def main() -> None:
             return
         from topr.importing import import_file
 
-        if Path(args.out).is_dir() or Path(args.out).absolute() == Path(args.file).absolute():
+        same = os.path.exists(args.out) and os.path.exists(args.file) and os.path.samefile(args.out, args.file)
+        if os.path.isdir(args.out or ".") or same:
             raise InputError(f"--out {args.out} is a folder or the input itself; name a Parquet file of its own")
+        check_folder("--out: the folder", Path(args.out).parent)
+        check_counts("--", microbatch_tokens=args.microbatch_tokens)
         left_out = import_file(args.file, args.policy, args.out, args.microbatch_tokens, args.precision)
         print(report([args.out]))
         print(f"wrote {args.out}" + (f"; left out as too long: {left_out:,}" if left_out else ""))

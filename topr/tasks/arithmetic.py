@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topr.io import InputError, atomic, check_counts, check_folder, command
+from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
 from topr.sampling import Sampling
 from topr.tasks.imitation import imitate, make_model, make_tokenizer
 from topr.tasks.task import Grade, Problem, Task
@@ -195,7 +195,7 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m topr.tasks.arithmetic",
         description="Make the embedded task anew: base policy, problems, trajectories. The same on every run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -211,8 +211,8 @@ def main() -> None:
     parser.add_argument("--val", type=int, default=200, help="validation problems")
     parser.add_argument("--test", type=int, default=300, help="test problems")
     parser.add_argument("--samples", type=int, default=16, help="trajectories per problem")
-    args = parser.parse_args()
     with command():
+        args = parser.parse_args()
         import torch
 
         torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere

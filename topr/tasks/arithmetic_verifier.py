@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topr.io import check_counts, check_folder, command
+from topr.io import ArgumentParser, check_counts, check_folder, command
 from topr.sampling import Sampling
 from topr.tasks.arithmetic import APPLY, Arithmetic, Errors
 from topr.tasks.imitation import imitate
@@ -97,7 +97,7 @@ def make(data: Path, out: Path, seed: int, steps: int, samples: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m topr.tasks.arithmetic_verifier",
         description="Make a verifier's base policy from that of the embedded task, and solutions for it to judge.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -107,8 +107,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400, help="supervised updates of the base policy")
     parser.add_argument("--samples", type=int, default=4, help="solutions per problem")
-    args = parser.parse_args()
     with command():
+        args = parser.parse_args()
         import torch
 
         torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere

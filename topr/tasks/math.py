@@ -52,6 +52,7 @@ class MATH(Task):
 
     name = "math"
     sampling = Sampling(temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"])
+    optional = {"unique_id": (str, int), "answer": (str,), "solution": (str,)}
     columns = {"problem": (str,)}
 
     def problem(self, row: dict[str, Any], number: int) -> Problem:

@@ -36,6 +36,7 @@ class Task(ABC):
     requires_end = False  # whether a response cut by the length limit is invalid whatever it says
     sampling = Sampling()  # how evaluate.py samples
     columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}  # what each row of the problems holds
+    optional: dict[str, tuple[type, ...]] = {"id": (str, int)}  # and what it may hold
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Problems from a file or a hub data set (see `load_rows`), made from rows by `problem`.
@@ -43,7 +44,11 @@ class Task(ABC):
         Raises:
             InputError: the source is missing or malformed, or an id occurs twice.
         """
-        problems = [self.problem(row, number) for number, row in enumerate(load_rows(source, self.columns))]
+        rows = load_rows(source, self.columns, self.optional)
+        try:
+            problems = [self.problem(row, number) for number, row in enumerate(rows)]
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from error
         twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
         if twice:
             raise InputError(f"{source}: id {twice[0]!r} stands for several problems; make ids unique")
