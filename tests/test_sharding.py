@@ -151,6 +151,17 @@ def test_an_exported_shard_is_a_whole_policy(files, two):
     assert (checkpoint / "meta.pt").is_file() and len(list(checkpoint.glob("*.distcp"))) == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_trains_shards_in_bfloat16_and_resumes(files, tmp_path):
+    on_gpu = [*FSDP[1], "--trainer.accelerator=cuda", "--trainer.precision=bf16-mixed"]
+    given = [command(files, "whole", *on_gpu, *LONG)]
+    given += [command(files, "stopped", *on_gpu, *more) for more in (STOPPED, RESUMED)]
+    codes, told = on_ranks(1, tmp_path, *given)
+    assert codes == [[0]] * 3 and "resuming" in told, told
+    close(weights(tmp_path, "whole"), weights(tmp_path, "stopped"))
+
+
 def test_bad_data_is_told_once_by_all_ranks(files, tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     bad = command(files, "bad", *FSDP[2], f"--data.test={tmp_path / 'a.jsonl'}", *SHORT)
