@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, write
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from topr.policy import load_policy
@@ -23,11 +25,11 @@ ADAFACTOR = [*LONG, "--model.optimizer=topr.optim.Adafactor", "--model.optimizer
 SGD = ["--trainer.max_steps=1", "--model.optimizer=torch.optim.SGD", "--model.optimizer.init_args.lr=0.5"]
 SAVE = [
     "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
-    "--trainer.callbacks.init_args.every_n_train_steps=5",
+    "--trainer.callbacks.init_args.every_n_train_steps=1",
 ]
 RUNS = {
     "adamw": LONG,
-    "adafactor": ADAFACTOR,
+    "adafactor": [*ADAFACTOR, f"--data.test={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}", "--data.samples=1"],
     "lora": ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2", *SHORT],
     "bf16": ["--trainer.precision=bf16-mixed", *SGD],
     "tied": SHORT,
@@ -71,6 +73,8 @@ def two(files):
     commands += [
         command(files, "saved-by-two", *FSDP[2], *STOPPED),
         command(files, "saved-by-one", *FSDP[2], *RESUMED),
+        command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"),
+        command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--ckpt_path=last"),
     ]
     codes, told = on_ranks(2, folder, *commands)
     assert codes == [[0, 0]] * len(commands), told
@@ -100,6 +104,15 @@ def test_two_ranks_equal_one_process(run, files, two, name):
     close(alone, weights(two[0], name))
     before = load_file(files[1].get(name, files[1]["base"]) / "model.safetensors")
     assert any((alone[key] - before[key]).abs().max() > 1e-4 for key in before)
+    events = [EventAccumulator(str(path / "runs" / name / "version_0")).Reload() for path in (run.folder, two[0])]
+    for tag in ("train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"):
+        told, others = ([event.value for event in found.Scalars(tag)] for found in events)
+        assert len(told) == (3 if RUNS[name][-1] == SHORT[-1] else 21)
+        np.testing.assert_allclose(others, told, rtol=1e-3, atol=1e-6)
+
+
+def test_a_sharded_run_resumes_with_its_adapters(two):
+    close(weights(two[0], "lora"), weights(two[0], "lora-stopped"), 0)
 
 
 def test_weights_under_other_names_are_loaded_whole_and_sharded_then(run, files, two):
