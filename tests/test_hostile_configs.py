@@ -41,11 +41,11 @@ def refuse(run, good, *arguments, words: str = "") -> None:
     assert not Path("PWNED").exists()
 
 
-TEXT = ["x", "[]"]
-COUNT = ["-1", "0", "1.5", "1e30", *TEXT]
-SHARE = ["-1", "nan", "inf", *TEXT]
-CLASS = ["3", "x", "nowhere.Class", "builtins.eval", "collections.OrderedDict", "topr/../evil.py"]
-CLASS += ["{class_path: os.system, init_args: {command: touch PWNED}}", "{class_path: 3}"]
+TEXT = ["x"]
+COUNT = ["0", "1.5", "[]"]
+SHARE = ["-1", "nan", *TEXT]
+CLASS = ["3", "nowhere.Class", "builtins.eval", "topr/../evil.py"]
+CLASS += ["{class_path: os.system, init_args: {command: touch PWNED}}"]
 LOSS, LR, LOGGER = "model.loss.init_args", "model.optimizer.init_args", "trainer.logger.init_args"
 WRONG = {
     "seed_everything": ["-1", "1.5", "nan", str(2**64), *TEXT],
@@ -184,7 +184,10 @@ def test_texts_of_configs(run, good, name):
     refuse(run, good, "--config", "bad.yaml")
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ("empty", "text", "JSON")])
+PLACES = ["FIFO", "socket", "/dev/zero", "folder", "broken link", "link to itself", "terabyte"]
+
+
+@pytest.mark.parametrize("name", PLACES)
 def test_what_is_no_file(run, good, name):
     FILES[name]("bad.yaml")
     refuse(run, good, "--config", "bad.yaml")
@@ -215,7 +218,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*FILES, *CHECKPOINTS])
+@pytest.mark.parametrize("name", [*PLACES, "empty", "text", *CHECKPOINTS])
 def test_checkpoints(run, good, name):
     (FILES | CHECKPOINTS)[name]("bad.ckpt")
     refuse(run, good, "--ckpt_path", "bad.ckpt")

@@ -142,7 +142,7 @@ CONFIG = {
     "rms_norm_eps": ["x", [], {}, float("nan")],
     "hidden_act": ["evil", 3, [], {}, "__import__"],
     "rope_parameters": ["x", 3, [], {"rope_type": "evil"}, {"rope_theta": "x", "rope_type": "default"}],
-    "model_type": [None, "", "evil", 3, [], {}, "bert", "t5", "clip", "../llama", "llama\n"],
+    "model_type": [None, "", "evil", 3, [], {}, "bert", "clip", "../llama", "llama\n"],
     "eos_token_id": [20, -1, "1", 1.5, {}, [99], 10**30],
     "quantization_config": ["x", 3, {"quant_method": "evil"}, {"quant_method": "bitsandbytes", "load_in_8bit": True}],
     "tie_word_embeddings": ["x", 3, []],

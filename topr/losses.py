@@ -105,7 +105,7 @@ class TOPR(Loss):
                 )
         if not abs(baseline) <= LARGEST:
             raise InputError(
-                f"model.loss: baseline is {baseline}; it must lie between -{LARGEST:.0f} and {LARGEST:.0f}"
+                f"model.loss: baseline is {baseline}; it must be finite, between -{LARGEST:.0f} and {LARGEST:.0f}"
             )
         if positive_share is not None and baseline != 0:
             raise InputError(
