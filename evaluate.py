@@ -135,8 +135,8 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
 
 
 def run(args: argparse.Namespace) -> None:
-    counts = ("samples", "rows", "devices", "critiques", "microbatch_tokens")
-    check_counts("--", k=args.k[0], **{name: getattr(args, name) for name in counts})
+    counts = {name: getattr(args, name) for name in ("samples", "rows", "devices", "critiques", "microbatch_tokens")}
+    check_counts("--", **counts, k=args.k[0])
     check_counts("--", least=0, seed=args.seed)
     check_counts("--", most=1024, threads=args.threads)
     if args.k[-1] > args.samples:

@@ -221,6 +221,7 @@ def updates(checkpoint: Path) -> int | None:
     """
     try:
         file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+        check_file(file)
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
         return content["global_step"] if content.keys() >= {"loops", "pytorch-lightning_version"} else None
     except Exception:  # whatever torch makes of a broken file
