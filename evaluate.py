@@ -23,11 +23,12 @@ from topr.io import (
     first_line,
     is_out_of_memory,
 )
-from topr.policy import load_policy, load_tokenizer, provenance
+from topr.policy import load_policy
 from topr.ranks import gather, rank
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.task import Problem, Task
+from topr.tokenizer import load_tokenizer, provenance
 from topr.trajectories import Trajectory, read_trajectories, write_trajectories
 
 # name: task, its problems, the verifier of its solutions

@@ -19,18 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from topr.datamodule import TrajectoryDataModule
-from topr.io import (
-    LONGEST_LINE,
-    InputError,
-    check_counts,
-    check_file,
-    check_folder,
-    command,
-    first_line,
-    is_out_of_memory,
-    sweep,
-)
+from topr.io import InputError, check_counts, check_file, check_folder, command, first_line, is_out_of_memory, sweep
 from topr.module import PolicyModule
+from topr.rows import LONGEST_LINE
 from topr.trainer import Survival, Trainer
 
 # of Lightning's counts, which it does not check

@@ -15,8 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
-from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.policy import export_policy, load_policy
+from topr.policy_files import policy_fingerprint
 from topr.tasks.imitation import SYMBOLS, make_tokenizer
+from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,10 @@ from conftest import ROOT, SHARED
 
 from topr.io import InputError
 from topr.metrics import maj_at_k
-from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K
 from topr.tasks.gsm8k import read_number
 from topr.tasks.task import Grade
+from topr.tokenizer import encode_prompt, load_tokenizer
 
 PLAIN = [
     "18", " 18", "18.", "$18", "$ 18", "$18.00", "18.0.", "**18**", "**18**.", "***18***", "*18*", "**$18**.", ": 18",

@@ -13,7 +13,7 @@ from test_hostile_trajectories import FILES
 import evaluate
 import train
 from topr import trajectories
-from topr.policy import load_tokenizer
+from topr.tokenizer import load_tokenizer
 from topr.trajectories import read_trajectories
 
 pytestmark = pytest.mark.timeout(30)  # nothing may hang

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 from test_hostile_trajectories import special, unreadable
 
 from topr import trajectories
-from topr.policy import load_tokenizer
+from topr.tokenizer import load_tokenizer
 from topr.trajectories import read_trajectories
 
 pytestmark = pytest.mark.timeout(30)  # nothing may hang, and nothing may build a model of a million layers

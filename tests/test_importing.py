@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from topr.policy import export_policy, load_policy, load_tokenizer, policy_fingerprint
+from topr.policy import export_policy, load_policy
+from topr.policy_files import policy_fingerprint
+from topr.tokenizer import load_tokenizer
 from topr.trajectories import main, read_metadata, read_trajectories
 
 EOS, BOS, END = 1, 2, 3

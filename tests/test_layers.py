@@ -7,7 +7,8 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "lora", "plan",
+        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "policy_files",
+        "tokenizer", "rows", "lora", "plan",
         "sharding", "ranks", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {

@@ -13,10 +13,11 @@ import evaluate
 import train
 from topr import evaluation
 from topr.evaluation import describe, per_problem, sample_and_grade
-from topr.policy import load_policy, load_tokenizer
+from topr.policy import load_policy
 from topr.sampling import Response, Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Verifier, gsm8k
 from topr.tasks.task import Grade, Problem, Task
+from topr.tokenizer import load_tokenizer
 from topr.trajectories import read_metadata, read_trajectories
 
 

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import evaluate
 import train
-from topr.policy import encode_prompt, export_policy
+from topr.policy import export_policy
 from topr.tasks import GSM8K
 from topr.tasks.imitation import imitate
+from topr.tokenizer import encode_prompt
 from topr.trajectories import main as trajectories_main
 from topr.trajectories import read_trajectories
 

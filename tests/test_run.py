@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import train
-from topr.policy import load_policy, policy_fingerprint
+from topr.policy import load_policy
+from topr.policy_files import policy_fingerprint
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 

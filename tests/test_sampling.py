@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import make_policy
 
-from topr.policy import load_policy, load_tokenizer
+from topr.policy import load_policy
 from topr.sampling import LocalSampler, Response, Sampling
+from topr.tokenizer import load_tokenizer
 
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1)
 PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]

@@ -28,8 +28,9 @@ from topr.evaluation import per_problem
 from topr.io import InputError
 from topr.logprobs import score
 from topr.module import PolicyModule
-from topr.policy import load_policy, load_tokenizer
+from topr.policy import load_policy
 from topr.sampling import LocalSampler, Response, Sampling, ServerSampler
+from topr.tokenizer import load_tokenizer
 from topr.trajectories import Trajectory, read_trajectories
 
 END = 1  # of the arithmetic tokenizer

@@ -5,8 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import make_policy, make_trajectories, write
 
-from topr.io import InputError, atomic, resolve_files
-from topr.policy import load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.io import InputError, atomic
+from topr.policy import load_policy
+from topr.policy_files import policy_fingerprint
+from topr.rows import resolve_files
+from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.trajectories import (
     SCHEMA,
     Trajectory,

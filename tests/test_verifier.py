@@ -8,10 +8,10 @@ from conftest import ROOT, make_trajectories, write
 
 import evaluate
 from topr.io import InputError
-from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.arithmetic_verifier import critique
 from topr.tasks.task import Grade, Problem
+from topr.tokenizer import encode_prompt, load_tokenizer
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"
 

@@ -12,14 +12,16 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.evaluation import check_prompts, missing_parts
-from topr.io import InputError, check_counts, check_folder, resolve_files
+from topr.io import InputError, check_counts, check_folder
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
-from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
+from topr.policy_files import vocabulary_and_context
 from topr.ranks import refuse
+from topr.rows import resolve_files
 from topr.sampling import Sampling
 from topr.tasks.task import Problem
+from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.trajectories import SCHEMA, read_metadata, validate
 
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]

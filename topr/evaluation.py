@@ -12,9 +12,10 @@ from torch import nn
 
 from topr.io import InputError, atomic, sweep
 from topr.metrics import bootstrap_interval, maj_at_k, pass_at_k
-from topr.policy import encode_prompt, provenance, render_prompt, vocabulary_and_context
+from topr.policy_files import vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task
+from topr.tokenizer import encode_prompt, provenance, render_prompt
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, write_trajectories
 
 PART = 32  # problems that are sampled, scored and written at a time

@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 
-from topr.io import InputError, load_rows
+from topr.io import InputError
 from topr.losses import LARGEST
-from topr.policy import (
-    encode,
-    encode_prompt,
-    end_tokens,
-    load_policy,
-    load_tokenizer,
-    provenance,
-    vocabulary_and_context,
-)
+from topr.policy import end_tokens, load_policy
+from topr.policy_files import vocabulary_and_context
+from topr.rows import load_rows
+from topr.tokenizer import encode, encode_prompt, load_tokenizer, provenance
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 OPTIONAL = {

@@ -20,11 +20,12 @@ from topr.logprobs import Tokens
 from topr.lora import LoRA, merge
 from topr.losses import Loss
 from topr.monitor import Monitor
-from topr.policy import export_policy, load_policy, load_tokenizer
+from topr.policy import export_policy, load_policy
 from topr.ranks import gather
 from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.sharding import full_state_dict, gathered, load_sharded
 from topr.tasks.task import Problem, Task
+from topr.tokenizer import load_tokenizer
 from topr.trainer import Preempted
 from topr.trajectories import Trajectory
 

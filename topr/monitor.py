@@ -16,7 +16,7 @@ from topr.loaders import MicroBatch
 from topr.logprobs import Tokens
 from topr.losses import LossOutput, sum_tokens
 from topr.metrics import training_statistics
-from topr.policy import policy_fingerprint
+from topr.policy_files import policy_fingerprint
 from topr.ranks import gather, refuse, total_norm
 
 MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32

@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from topr.io import open_parquet, printable
+from topr.io import printable
 from topr.losses import advantage_share
+from topr.rows import open_parquet
 from topr.trajectories import batches, read_metadata
 
 BINS = 10

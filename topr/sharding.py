@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from topr.io import InputError, first_line
-from topr.policy import check_head, check_weights, empty_policy, load_policy, resolve_policy, stored_tensors
+from topr.policy import check_head, check_weights, empty_policy, load_policy
+from topr.policy_files import resolve_policy, stored_tensors
 from topr.ranks import refuse
 
 

@@ -17,20 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import nn
 
-from topr.io import (
-    ArgumentParser,
-    InputError,
-    atomic,
-    check_counts,
-    check_folder,
-    command,
-    first_line,
-    load_json,
-    open_parquet,
-    resolve_files,
-)
+from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command, first_line
 from topr.logprobs import score
 from topr.losses import LARGEST
+from topr.rows import load_json, open_parquet, resolve_files
 
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(

@@ -162,9 +162,10 @@ def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str,
     import torch
 
     from topr.evaluation import sample_and_grade
-    from topr.policy import export_policy, provenance
+    from topr.policy import export_policy
     from topr.report import report
     from topr.sampling import LocalSampler
+    from topr.tokenizer import provenance
     from topr.trajectories import add_log_probs, write_trajectories
 
     splits = {

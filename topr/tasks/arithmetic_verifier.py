@@ -80,8 +80,9 @@ def make(data: Path, out: Path, seed: int, steps: int, samples: int) -> None:
     import torch
 
     from topr.evaluation import describe, sample_part
-    from topr.policy import export_policy, load_policy, load_tokenizer
+    from topr.policy import export_policy, load_policy
     from topr.sampling import LocalSampler
+    from topr.tokenizer import load_tokenizer
 
     base, task = str(data / "base"), Arithmetic()
     model, tokenizer = load_policy(base), load_tokenizer(base)

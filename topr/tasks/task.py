@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from topr.io import InputError, load_rows
+from topr.io import InputError
+from topr.rows import load_rows
 from topr.sampling import Sampling
 
 

@@ -5,10 +5,11 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from topr.io import InputError, resolve_files
-from topr.policy import render_prompt
+from topr.io import InputError
+from topr.rows import resolve_files
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, after_thinking, ask
+from topr.tokenizer import render_prompt
 from topr.trajectories import Trajectory, read_trajectories
 
 EXAMPLES = [
