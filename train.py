@@ -15,6 +15,7 @@ import torch
 import yaml
 from jsonargparse import dict_to_namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
@@ -176,6 +177,19 @@ class CLI(LightningCLI):
             while inner is not None and not isinstance(inner, InputError):
                 inner = inner.__cause__ or inner.__context__
             raise InputError(first_line(inner or error)) from error
+        config, devices = self.config[self.subcommand], self.trainer.world_size
+        sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        sizes = config.trainer.strategy.init_args if sharded else {}
+        if sharded and (sizes["data_parallel_size"], sizes["tensor_parallel_size"]) != (devices, 1):
+            raise InputError(
+                f"trainer.strategy.init_args.data_parallel_size is {sizes['data_parallel_size']}, tensor_parallel_size "
+                f"{sizes['tensor_parallel_size']}; with {devices} device(s) in all they must be {devices} and 1"
+            )
+        if not sharded and os.path.isdir(config.get("ckpt_path") or ""):
+            raise InputError(
+                f"{config.ckpt_path} is a checkpoint of shards; add --config configs/fsdp.yaml (on one device with "
+                "--trainer.devices 1 --trainer.strategy.init_args.data_parallel_size 1)"
+            )
 
     def _run(self, command: str, **arguments) -> None:
         """Run a trainer's command; when its input turns out bad before the first update, leave no trace of it."""

@@ -202,3 +202,18 @@ def test_two_ranks_sample_what_one_does_where_one_of_them_runs_out_of_problems(t
     for one, other in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
         np.testing.assert_allclose(other.ref_logprobs, one.ref_logprobs, atol=1e-6)
         assert replace(other, ref_logprobs=[]) == replace(one, ref_logprobs=[])
+
+
+def test_two_devices_evaluate_as_one_does(run, policy, problems, monkeypatch):
+    monkeypatch.setattr(evaluation, "PART", 32)  # as in the processes that are started
+    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(50)))
+    given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--samples", "2", "--rows", "64"]
+    assert run(evaluate.main, *given, "--out", "one")[0] == 0
+    command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", "2", "--threads", "1"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    one, two = run.folder / "one", run.folder / "two"
+    assert (one / "results.json").read_text() == (two / "results.json").read_text()
+    (some,), (others,) = (sorted((path / "responses").iterdir()) for path in (one, two))
+    assert rows(some) == rows(others) and len(list(others.iterdir())) == 2
+    assert done.stdout.count("wrote results.json") == 1

@@ -164,6 +164,15 @@ def test_an_exported_shard_is_a_whole_policy(files, two):
     assert (checkpoint / "meta.pt").is_file() and len(list(checkpoint.glob("*.distcp"))) == 2
 
 
+def test_shards_and_devices_that_do_not_fit_are_refused(run, files, two, monkeypatch):
+    given = command(files, "saved-by-two", *SHORT)
+    monkeypatch.chdir(two[0])
+    code, _, err = run(train.main, *given, "--ckpt_path=last")
+    assert code == 2 and "is a checkpoint of shards; add --config configs/fsdp.yaml" in err
+    code, _, err = run(train.main, *given, *TWO_RANKS["fsdp"], "--trainer.devices=1")
+    assert code == 2 and "with 1 device(s) in all they must be 1 and 1" in err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_trains_shards_in_bfloat16_and_resumes(files, tmp_path):
