@@ -41,7 +41,7 @@ def on_ranks(count: int, folder: Path, *commands: list, sigterm: int | None = No
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run(
         [*launch, ROOT / "tests" / "ranks.py", folder / "commands.json"],
-        cwd=folder, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     codes = [[int((folder / f"code-{i}-{rank}").read_text()) for rank in range(count)] for i in range(len(commands))]

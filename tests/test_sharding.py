@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from topr.policy import load_policy
 
+pytestmark = pytest.mark.timeout(900)  # its fixture makes a dozen runs
 FSDP = {2: TWO_RANKS["fsdp"], 1: [arg.replace("=2", "=1") for arg in map(str, TWO_RANKS["fsdp"])]}
 BASE = [
     "fit", "--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null",
