@@ -15,6 +15,7 @@ import torch
 import yaml
 from jsonargparse import dict_to_namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
@@ -185,6 +186,26 @@ class CLI(LightningCLI):
             while inner is not None and not isinstance(inner, InputError):
                 inner = inner.__cause__ or inner.__context__
             raise InputError(first_line(inner or error)) from error
+        if self.subcommand:
+            self._check_sharding(self.config[self.subcommand])
+
+    def _check_sharding(self, config) -> None:
+        """Refuse devices that hold no shard of their own, and shards where there is no sharding."""
+        checkpoint, devices = config.get("ckpt_path"), self.trainer.num_devices * self.trainer.num_nodes
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
+            if checkpoint and Path(checkpoint).is_dir():
+                raise InputError(
+                    f"the checkpoint {checkpoint} is sharded; go on with --config configs/fsdp.yaml, on any number of "
+                    "devices"
+                )
+            return
+        key, sizes = "trainer.strategy.init_args.", config.trainer.strategy.init_args
+        if (sizes.data_parallel_size, sizes.tensor_parallel_size) != (devices, 1) and devices > 1:
+            raise InputError(
+                f"{key}data_parallel_size is {sizes.data_parallel_size} and tensor_parallel_size "
+                f"{sizes.tensor_parallel_size}, but {devices} devices each hold a shard of their own: set "
+                f"--{key}data_parallel_size {devices} --{key}tensor_parallel_size 1"
+            )
 
     def _run(self, command: str, **arguments) -> None:
         """Run a trainer's command; when its input turns out bad before the first update, leave no trace of it."""

@@ -182,3 +182,20 @@ def test_bad_data_is_told_once_by_all_ranks(files, tmp_path):
     assert codes == [[2, 0]]
     assert told.count("error: ") == 1 and "Traceback" not in told, told
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (1, 2)])
+def test_devices_without_a_shard_of_their_own_are_refused(run, files, sizes):
+    names = ("data_parallel_size", "tensor_parallel_size")
+    given = [f"--trainer.strategy.init_args.{name}={size}" for name, size in zip(names, sizes, strict=True)]
+    code, _, err = run(train.main, *command(files, "base", *FSDP[2], *given))
+    assert code == 2 and "--trainer.strategy.init_args.data_parallel_size 2" in err.splitlines()[-1], err
+    assert not (run.folder / "runs").exists()
+
+
+def test_a_sharded_checkpoint_without_sharding_is_refused(run, files, two):
+    checkpoint = two[0] / "runs" / "adamw" / "version_0" / "checkpoints"
+    (checkpoint,) = checkpoint.iterdir()
+    code, _, err = run(train.main, *command(files, "base", f"--ckpt_path={checkpoint}"))
+    assert code == 2 and "is sharded; go on with --config configs/fsdp.yaml" in err.splitlines()[-1], err
+    assert not (run.folder / "runs").exists()
