@@ -236,6 +236,14 @@ def small_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_full_disk_under_the_cache_is_told(fit, monkeypatch, small_disk):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", fit.folder / "cache")
+    small_disk(3000)
+    code, told, folder = fit("full")
+    assert code == 2 and "the cache of data.train cannot be written to" in told.splitlines()[-1], told
+    assert "Traceback" not in told and not folder.exists()
+
+
 @pytest.mark.parametrize("what", ["checkpoint", "export", "trajectories"])
 def test_a_full_disk_is_told_and_what_was_complete_is_kept(run, fit, monkeypatch, small_disk, what):
     def limited(owner, name, at: int):
