@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,15 +15,17 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import dict_to_namespace, get_loader, set_loader
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from topr.datamodule import TrajectoryDataModule
 from topr.io import (
     LONGEST_LINE,
     InputError,
+    atomic,
     check_counts,
     check_file,
     check_folder,
@@ -32,7 +35,8 @@ from topr.io import (
     sweep,
 )
 from topr.module import PolicyModule
-from topr.trainer import Survival, Trainer
+from topr.ranks import rank
+from topr.trainer import Survival, Trainer, reason
 
 # of Lightning's counts, which it does not check
 LEAST = {"min_epochs": 0, "min_steps": 0, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "gradient_clip_val": 0}
@@ -88,6 +92,16 @@ def load_yaml(text: str) -> Any:
 
 LOAD_YAML = get_loader("yaml")
 set_loader("yaml", load_yaml, (yaml.YAMLError, RecursionError, ValueError))
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes config.yaml whole or not at all: a run that is resumed is compared with it."""
+
+    def setup(self, trainer: Trainer, module: PolicyModule, stage: str) -> None:
+        folder = Path(trainer.log_dir)  # which the ranks agree on
+        if trainer.is_global_zero:
+            with atomic(folder / self.config_filename) as path:
+                path.write_text(self.parser.dump(self.config, skip_none=False))
 
 
 class CLI(LightningCLI):
@@ -214,14 +228,21 @@ class CLI(LightningCLI):
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             getattr(self.trainer, command)(**arguments)
-        except (InputError, MisconfigurationException, RuntimeError, MemoryError) as error:
+        except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
             told = first_line(error)
-            if not isinstance(error, (InputError, MisconfigurationException)):
+            if isinstance(error, CheckpointException):  # every rank has it
+                if rank():
+                    raise SystemExit(0) from error
+                told = f"the checkpoint {arguments['ckpt_path']} cannot be loaded ({reason(error)}); name another"
+            elif not isinstance(error, (InputError, MisconfigurationException)):
                 if not is_out_of_memory(error):
                     raise
                 told = f"out of memory in {self.model.doing} ({told}); lower {self.model.remedy}"
             if fresh and self.trainer.global_step == 0:
-                shutil.rmtree(fresh[-1], ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # other runs may have begun beside this one
+                    for parent in fresh[1:]:
+                        parent.rmdir()
             raise InputError(told) from error
 
     # the command line looks here before it looks at the trainer
@@ -264,7 +285,7 @@ def main() -> None:
             parser_class=Parser,
             auto_configure_optimizers=False,
             seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},  # a resumed run writes its config again
+            save_config_callback=SaveConfig,
             trainer_defaults={
                 "max_epochs": 1,
                 "gradient_clip_val": 1.0,

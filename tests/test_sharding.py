@@ -1,6 +1,7 @@
 """FSDP2 on two CPU processes: the update of one process, checkpoints that either resumes, refusals told once."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -199,3 +200,22 @@ def test_a_sharded_checkpoint_without_sharding_is_refused(run, files, two):
     code, _, err = run(train.main, *command(files, "base", f"--ckpt_path={checkpoint}"))
     assert code == 2 and "is sharded; go on with --config configs/fsdp.yaml" in err.splitlines()[-1], err
     assert not (run.folder / "runs").exists()
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_told_once(files, two, tmp_path):
+    (whole,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
+    shutil.copytree(whole, tmp_path / "half.ckpt")
+    next((tmp_path / "half.ckpt").glob("__1_*")).unlink()
+    codes, told = on_ranks(2, tmp_path, command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"))
+    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert "half.ckpt cannot be loaded ([Errno 2]" in told and not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_under_a_sharded_checkpoint_is_told_once(files, tmp_path):
+    full = command(files, "full", *FSDP[2], *SHORT, "--trainer.max_steps=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LARGEST_SHARD", "2000")
+        codes, told = on_ranks(2, tmp_path, full)
+    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert "cannot be written ([Errno 27] File too large)" in told
+    assert not list((tmp_path / "runs" / "full" / "version_0" / "checkpoints").iterdir())
