@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,16 +15,28 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import dict_to_namespace, get_loader, set_loader
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from topr.datamodule import TrajectoryDataModule
-from topr.io import InputError, check_counts, check_file, check_folder, command, first_line, is_out_of_memory, sweep
+from topr.io import (
+    InputError,
+    atomic,
+    check_counts,
+    check_file,
+    check_folder,
+    command,
+    first_line,
+    is_out_of_memory,
+    sweep,
+)
 from topr.module import PolicyModule
+from topr.ranks import rank
 from topr.rows import LONGEST_LINE
-from topr.trainer import Survival, Trainer
+from topr.trainer import Survival, Trainer, reason
 
 # of Lightning's counts, which it does not check
 LEAST = {"min_epochs": 0, "min_steps": 0, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "gradient_clip_val": 0}
@@ -79,6 +92,16 @@ def load_yaml(text: str) -> Any:
 
 LOAD_YAML = get_loader("yaml")
 set_loader("yaml", load_yaml, (yaml.YAMLError, RecursionError, ValueError))
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes config.yaml whole or not at all: a run that is resumed is compared with it."""
+
+    def setup(self, trainer: Trainer, module: PolicyModule, stage: str) -> None:
+        folder = Path(trainer.log_dir)  # which the ranks agree on
+        if trainer.is_global_zero:
+            with atomic(folder / self.config_filename) as path:
+                path.write_text(self.parser.dump(self.config, skip_none=False))
 
 
 class CLI(LightningCLI):
@@ -177,18 +200,25 @@ class CLI(LightningCLI):
             while inner is not None and not isinstance(inner, InputError):
                 inner = inner.__cause__ or inner.__context__
             raise InputError(first_line(inner or error)) from error
-        config, devices = self.config[self.subcommand], self.trainer.world_size
-        sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
-        sizes = config.trainer.strategy.init_args if sharded else {}
-        if sharded and (sizes["data_parallel_size"], sizes["tensor_parallel_size"]) != (devices, 1):
+        if self.subcommand:
+            self._check_sharding(self.config[self.subcommand])
+
+    def _check_sharding(self, config) -> None:
+        """Refuse devices that hold no shard of their own, and shards where there is no sharding."""
+        checkpoint, devices = config.get("ckpt_path"), self.trainer.num_devices * self.trainer.num_nodes
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
+            if checkpoint and Path(checkpoint).is_dir():
+                raise InputError(
+                    f"the checkpoint {checkpoint} is sharded; go on with --config configs/fsdp.yaml, on any number of "
+                    "devices"
+                )
+            return
+        key, sizes = "trainer.strategy.init_args.", config.trainer.strategy.init_args
+        if (sizes.data_parallel_size, sizes.tensor_parallel_size) != (devices, 1):
             raise InputError(
-                f"trainer.strategy.init_args.data_parallel_size is {sizes['data_parallel_size']}, tensor_parallel_size "
-                f"{sizes['tensor_parallel_size']}; with {devices} device(s) in all they must be {devices} and 1"
-            )
-        if not sharded and os.path.isdir(config.get("ckpt_path") or ""):
-            raise InputError(
-                f"{config.ckpt_path} is a checkpoint of shards; add --config configs/fsdp.yaml (on one device with "
-                "--trainer.devices 1 --trainer.strategy.init_args.data_parallel_size 1)"
+                f"{key}data_parallel_size is {sizes.data_parallel_size} and tensor_parallel_size "
+                f"{sizes.tensor_parallel_size}, but {devices} device(s) each hold a shard of their own: set "
+                f"--{key}data_parallel_size {devices} --{key}tensor_parallel_size 1"
             )
 
     def _run(self, command: str, **arguments) -> None:
@@ -198,14 +228,21 @@ class CLI(LightningCLI):
         fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             getattr(self.trainer, command)(**arguments)
-        except (InputError, MisconfigurationException, RuntimeError, MemoryError) as error:
+        except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
             told = first_line(error)
-            if not isinstance(error, (InputError, MisconfigurationException)):
+            if isinstance(error, CheckpointException):  # every rank has it
+                if rank():
+                    raise SystemExit(0) from error
+                told = f"the checkpoint {arguments['ckpt_path']} cannot be loaded ({reason(error)}); name another"
+            elif not isinstance(error, (InputError, MisconfigurationException)):
                 if not is_out_of_memory(error):
                     raise
                 told = f"out of memory in {self.model.doing} ({told}); lower {self.model.remedy}"
             if fresh and self.trainer.global_step == 0:
-                shutil.rmtree(fresh[-1], ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # other runs may have begun beside this one
+                    for parent in fresh[1:]:
+                        parent.rmdir()
             raise InputError(told) from error
 
     # the command line looks here before it looks at the trainer
@@ -248,7 +285,7 @@ def main() -> None:
             parser_class=Parser,
             auto_configure_optimizers=False,
             seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},  # a resumed run writes its config again
+            save_config_callback=SaveConfig,
             trainer_defaults={
                 "max_epochs": 1,
                 "gradient_clip_val": 1.0,

@@ -6,6 +6,7 @@ the update at which the first process gets a SIGTERM.
 
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import train
 from topr.monitor import Monitor
@@ -29,6 +31,17 @@ def main() -> None:
         collect(self, *arguments)
 
     Monitor.collect = interrupted
+    if largest := os.environ.get("LARGEST_SHARD"):  # bytes; what writes more finds the disk full
+        save = dcp.save
+
+        def limited(*arguments, **more) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), resource.RLIM_INFINITY))
+            try:
+                save(*arguments, **more)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        dcp.save = limited
     for number, command in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         sigterm = command["sigterm"]
         os.chdir(command["folder"])

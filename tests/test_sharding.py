@@ -1,6 +1,7 @@
 """FSDP2 on two CPU processes: the update of one process, checkpoints that either resumes, refusals told once."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -165,15 +166,6 @@ def test_an_exported_shard_is_a_whole_policy(files, two):
     assert (checkpoint / "meta.pt").is_file() and len(list(checkpoint.glob("*.distcp"))) == 2
 
 
-def test_shards_and_devices_that_do_not_fit_are_refused(run, files, two, monkeypatch):
-    given = command(files, "saved-by-two", *SHORT)
-    monkeypatch.chdir(two[0])
-    code, _, err = run(train.main, *given, "--ckpt_path=last")
-    assert code == 2 and "is a checkpoint of shards; add --config configs/fsdp.yaml" in err
-    code, _, err = run(train.main, *given, *TWO_RANKS["fsdp"], "--trainer.devices=1")
-    assert code == 2 and "with 1 device(s) in all they must be 1 and 1" in err
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_trains_shards_in_bfloat16_and_resumes(files, tmp_path):
@@ -192,3 +184,39 @@ def test_bad_data_is_told_once_by_all_ranks(files, tmp_path):
     assert codes == [[2, 0]]
     assert told.count("error: ") == 1 and "Traceback" not in told, told
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (1, 2)])
+def test_devices_without_a_shard_of_their_own_are_refused(run, files, sizes):
+    names = ("data_parallel_size", "tensor_parallel_size")
+    given = [f"--trainer.strategy.init_args.{name}={size}" for name, size in zip(names, sizes, strict=True)]
+    code, _, err = run(train.main, *command(files, "base", *FSDP[2], *given))
+    assert code == 2 and "--trainer.strategy.init_args.data_parallel_size 2" in err.splitlines()[-1], err
+    assert not (run.folder / "runs").exists()
+
+
+def test_a_sharded_checkpoint_without_sharding_is_refused(run, files, two):
+    checkpoint = two[0] / "runs" / "adamw" / "version_0" / "checkpoints"
+    (checkpoint,) = checkpoint.iterdir()
+    code, _, err = run(train.main, *command(files, "base", f"--ckpt_path={checkpoint}"))
+    assert code == 2 and "is sharded; go on with --config configs/fsdp.yaml" in err.splitlines()[-1], err
+    assert not (run.folder / "runs").exists()
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_told_once(files, two, tmp_path):
+    (whole,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
+    shutil.copytree(whole, tmp_path / "half.ckpt")
+    next((tmp_path / "half.ckpt").glob("__1_*")).unlink()
+    codes, told = on_ranks(2, tmp_path, command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"))
+    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert "half.ckpt cannot be loaded ([Errno 2]" in told and not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_under_a_sharded_checkpoint_is_told_once(files, tmp_path):
+    full = command(files, "full", *FSDP[2], *SHORT, "--trainer.max_steps=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LARGEST_SHARD", "2000")
+        codes, told = on_ranks(2, tmp_path, full)
+    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert "cannot be written ([Errno 27] File too large)" in told
+    assert not list((tmp_path / "runs" / "full" / "version_0" / "checkpoints").iterdir())

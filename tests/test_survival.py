@@ -18,6 +18,7 @@ from torture import curves
 import evaluate
 import train
 from topr import module
+from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.monitor import Monitor
@@ -139,6 +140,28 @@ def test_the_newest_complete_checkpoint_is_found(fit):
     assert code == 2 and "not all of it is there" in told
 
 
+def test_a_config_that_was_half_written_does_not_stand_in_the_way(fit, small_disk):
+    cut = fit("cut", "--trainer.max_steps=4")[2]
+    before = (cut / "config.yaml").read_text()
+    small_disk(1000)
+    code, told, _ = fit("cut")
+    small_disk(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert code == 2 and "the disk is full" in told.splitlines()[-1] and "Traceback" not in told, told
+    assert (cut / "config.yaml").read_text() == before
+    code, told, _ = fit("cut")
+    assert code == 0 and "resuming" in told, told
+
+
+def test_a_run_that_is_refused_leaves_the_runs_beside_it(fit, monkeypatch):
+    def refused(*_):
+        (fit.folder / "runs" / "other").mkdir()
+        raise InputError("refused")
+
+    monkeypatch.setattr(PolicyModule, "on_train_start", refused)
+    assert fit("refused")[0] == 2
+    assert [path.name for path in (fit.folder / "runs").iterdir()] == ["other"]
+
+
 def test_nothing_in_a_checkpoint_is_executed(fit):
     class Evil:
         def __reduce__(self):
@@ -234,6 +257,14 @@ def small_disk():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_under_the_cache_is_told(fit, monkeypatch, small_disk):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", fit.folder / "cache")
+    small_disk(3000)
+    code, told, folder = fit("full")
+    assert code == 2 and "the cache of data.train cannot be written to" in told.splitlines()[-1], told
+    assert "Traceback" not in told and not folder.exists()
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "export", "trajectories"])

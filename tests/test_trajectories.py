@@ -1,5 +1,7 @@
 """The trajectory file: round trip, atomic writes, metadata."""
 
+import os
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -53,6 +55,16 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, policy):
         (folder / "part").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_leftovers_of_an_earlier_process_with_this_number_stand_in_no_way(tmp_path):
+    for end in ("tmp", "old"):
+        (tmp_path / f".policy.{os.getpid()}.{end}").mkdir()
+        (tmp_path / f".policy.{os.getpid()}.{end}" / "config.json").write_text("{}")
+    (tmp_path / f".policy.{os.getppid()}.tmp").mkdir()  # another's, who may be writing
+    with atomic(tmp_path / "policy") as folder:
+        folder.mkdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"policy", f".policy.{os.getppid()}.tmp"}
 
 
 def test_files_are_found_by_path_glob_and_list(tmp_path, policy):

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.evaluation import check_prompts, missing_parts
-from topr.io import InputError, check_counts, check_folder
+from topr.io import InputError, check_counts, check_folder, first_line
 from topr.loaders import ProblemLoader, TrainLoader
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
@@ -120,9 +120,15 @@ class TrajectoryDataModule(LightningDataModule):
 
         datasets.disable_progress_bars()
         features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in TRAINING_COLUMNS]))
-        rows = datasets.load_dataset(
-            "parquet", data_files=self.files, split="train", columns=TRAINING_COLUMNS, features=features
-        )
+        try:
+            rows = datasets.load_dataset(
+                "parquet", data_files=self.files, split="train", columns=TRAINING_COLUMNS, features=features
+            )
+        except (OSError, datasets.exceptions.DatasetGenerationError) as error:  # the latter from one of the former
+            raise InputError(
+                f"the cache of data.train cannot be written to {datasets.config.HF_DATASETS_CACHE} "
+                f"({first_line(error.__cause__ or error)}); make room there, or set HF_DATASETS_CACHE to another folder"
+            ) from error
         return rows.with_format("arrow")
 
     def setup(self, stage: str) -> None:

@@ -118,12 +118,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, glob.escape(path.name))
         temporary.touch()
         temporary.unlink()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be written ({reason}); name another place") from error
-    sweep(path.parent, glob.escape(path.name))
     try:
         yield temporary
         for file in [temporary, *temporary.rglob("*")]:  # on the disk before it has its name, lest a power cut empty it
@@ -145,10 +145,16 @@ def sweep(folder: Path, name: str = "*") -> None:
     """Remove what killed processes left in a folder of files of this name, a pattern: temporaries without a process."""
     for path in folder.glob(f".{name}.*.*"):
         *_, number, end = path.name.split(".")
-        if end in ("tmp", "old") and number.isdigit():
-            try:
-                os.kill(int(number), 0)
-            except ProcessLookupError:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            except PermissionError:
-                pass  # it is there
+        if end in ("tmp", "old") and number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _runs(number: int) -> bool:
+    """Whether another process has this number; in a container, this one often has that of the one before."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return number != os.getpid()

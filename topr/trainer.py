@@ -11,6 +11,7 @@ import lightning.pytorch
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.io import InputError, atomic, first_line
 from topr.ranks import refuse, total_norm
@@ -24,27 +25,41 @@ class Trainer(lightning.pytorch.Trainer):
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
     ) -> None:
-        self.strategy.checkpoint_io = _Files()
+        self.strategy.checkpoint_io = files = _Files()
         path = Path(self.strategy.broadcast(str(filepath)))
-        try:
-            with atomic(path) if self.is_global_zero else nullcontext() as temporary:
+        with atomic(path) if self.is_global_zero else nullcontext() as temporary:
+            try:
                 super().save_checkpoint(self.strategy.broadcast(temporary), weights_only, storage_options)
-        except (OSError, RuntimeError) as error:  # torch's writers raise the latter
-            raise InputError(
-                f"the checkpoint {path} cannot be written ({first_line(error)}); the ones before it are kept: make "
-                "room and go on with --ckpt_path last"
-            ) from error
+                failure = files.failure
+            except (OSError, RuntimeError, CheckpointException) as error:  # torch's writers raise the latter two
+                failure = error
+            refusal = failure and InputError(
+                f"the checkpoint {path} cannot be written ({reason(failure)}); the ones before it are kept: make room "
+                "and go on with --ckpt_path last"
+            )
+            refuse(refusal)
         older = path.with_name(PREEMPTED)
         if self.is_global_zero and older.exists() and older != path:
             self.strategy.remove_checkpoint(older)
         self.strategy.barrier()
 
 
+def reason(error: BaseException) -> str:
+    """What an error of torch's writers and readers comes from; of shards, the first rank's."""
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    return first_line(failures[0][0] if failures else error)
+
+
 class _Files(TorchCheckpointIO):
     """Straight to the file: Lightning holds the whole checkpoint in memory twice and writes it to /tmp first."""
 
+    failure: Exception | None = None  # of the one rank that writes, told when all ranks have come through
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
-        torch.save(checkpoint, path)
+        try:
+            torch.save(checkpoint, path)
+        except (OSError, RuntimeError) as error:
+            self.failure = error
 
     def remove_checkpoint(self, path: str | Path) -> None:
         path = Path(path)
