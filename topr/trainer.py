@@ -1,6 +1,7 @@
 """Lightning's Trainer for runs that may end at any moment: checkpoints complete or not at all, SIGTERM obeyed."""
 
 import os
+import pickle
 import shutil
 import signal
 from contextlib import nullcontext
@@ -66,6 +67,19 @@ class _Files(TorchCheckpointIO):
         aside = path.with_name(f".{path.name}.{os.getpid()}.old")  # half a folder must not pass for a checkpoint
         os.replace(path, aside)
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+
+
+class ShardIndex(pickle.Unpickler):
+    """Reads the index of a sharded checkpoint, which torch would unpickle with whatever it calls."""
+
+    NAMES = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"}
+    NAMES |= {"MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout", "Size"}
+    NAMES |= {"PosixPath", "float32", "float64", "bfloat16", "float16", "int64", "int32", "bool", "uint8"}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.NAMES or module.partition(".")[0] not in ("torch", "pathlib"):
+            raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}")
+        return super().find_class(module, name)
 
 
 class Preempted(SystemExit):
