@@ -109,7 +109,7 @@ class Survival(Callback):
             trainer.ckpt_path = None  # else it would stay for ever, one after each interruption
         if self.random:
             torch.set_rng_state(self.random["cpu"])
-            if module.device.type == "cuda":
+            if module.device.type == "cuda" and "cuda" in self.random:  # not where a CPU saved it
                 torch.cuda.set_rng_state(self.random["cuda"], module.device)
 
     def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
