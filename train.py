@@ -36,7 +36,7 @@ from topr.io import (
 from topr.module import PolicyModule
 from topr.ranks import rank
 from topr.rows import LONGEST_LINE
-from topr.trainer import Survival, Trainer, reason
+from topr.trainer import ShardIndex, Survival, Trainer, reason
 
 # of Lightning's counts, which it does not check
 LEAST = {"min_epochs": 0, "min_steps": 0, "log_every_n_steps": 0, "num_sanity_val_steps": -1, "gradient_clip_val": 0}
@@ -264,6 +264,8 @@ def updates(checkpoint: Path) -> int | None:
     try:
         file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
         check_file(file)
+        if checkpoint.is_dir():
+            ShardIndex((checkpoint / ".metadata").open("rb")).load()
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
         return content["global_step"] if content.keys() >= {"loops", "pytorch-lightning_version"} else None
     except Exception:  # whatever torch makes of a broken file
@@ -271,6 +273,7 @@ def updates(checkpoint: Path) -> int | None:
 
 
 def main() -> None:
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # of the shards of a checkpoint, too
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # between Lightning and torch, peft and transformers

@@ -1,6 +1,8 @@
 """FSDP2 on two CPU processes: the update of one process, checkpoints that either resumes, refusals told once."""
 
 import json
+import os
+import pickle
 import shutil
 
 import numpy as np
@@ -210,6 +212,19 @@ def test_a_checkpoint_that_lacks_a_shard_is_told_once(files, two, tmp_path):
     codes, told = on_ranks(2, tmp_path, command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"))
     assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
     assert "half.ckpt cannot be loaded ([Errno 2]" in told and not (tmp_path / "runs").exists()
+
+
+def test_nothing_in_the_index_of_shards_is_executed(run, files, two):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch executed",)
+
+    (whole,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
+    assert train.updates(whole) == 21
+    shutil.copytree(whole, run.folder / "evil.ckpt")
+    (run.folder / "evil.ckpt" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    code, _, err = run(train.main, *command(files, "evil", *FSDP[1], "--ckpt_path=evil.ckpt"))
+    assert code == 2 and "is no checkpoint" in err and not (run.folder / "executed").exists()
 
 
 def test_a_full_disk_under_a_sharded_checkpoint_is_told_once(files, tmp_path):

@@ -1,6 +1,7 @@
 """Lightning's Trainer for runs that may end at any moment: checkpoints complete or not at all, SIGTERM obeyed."""
 
 import os
+import pickle
 import shutil
 import signal
 from contextlib import nullcontext
@@ -68,6 +69,19 @@ class _Files(TorchCheckpointIO):
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
 
+class ShardIndex(pickle.Unpickler):
+    """Reads the index of a sharded checkpoint, which torch would unpickle with whatever it calls."""
+
+    NAMES = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"}
+    NAMES |= {"MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout", "Size"}
+    NAMES |= {"PosixPath", "float32", "float64", "bfloat16", "float16", "int64", "int32", "bool", "uint8"}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.NAMES or module.partition(".")[0] not in ("torch", "pathlib"):
+            raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}")
+        return super().find_class(module, name)
+
+
 class Preempted(SystemExit):
     """The run was asked to end; its exit code is that of a process ended by SIGTERM."""
 
@@ -95,7 +109,7 @@ class Survival(Callback):
             trainer.ckpt_path = None  # else it would stay for ever, one after each interruption
         if self.random:
             torch.set_rng_state(self.random["cpu"])
-            if module.device.type == "cuda":
+            if module.device.type == "cuda" and "cuda" in self.random:  # not where a CPU saved it
                 torch.cuda.set_rng_state(self.random["cuda"], module.device)
 
     def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
