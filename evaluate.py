@@ -24,7 +24,7 @@ from topr.io import (
     is_out_of_memory,
 )
 from topr.policy import load_policy
-from topr.ranks import gather, rank
+from topr.ranks import end_with_parent, gather, rank
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.task import Problem, Task
@@ -103,7 +103,6 @@ def responses(
     """n responses to each problem: those that lie under --out/responses, and newly sampled ones where they do not."""
     tokenizer = load_tokenizer(policy)
     about = describe(policy, tokenizer, args.precision, task, problems, n, sampling, args.seed)
-    check_prompts(policy, tokenizer, task, problems, sampling)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     folder = args.out / "responses" / f"{name}-{digest}"
     missing = gather(missing_parts(folder, problems, about))  # rank 0's: another's may be later, and shorter
@@ -129,6 +128,7 @@ def weights(name: str, candidates: list[Trajectory], args: argparse.Namespace) -
     task = BENCHMARKS[name][2]
     problems = task.candidates(candidates)
     sampling = replace(task.sampling, max_new_tokens=args.max_new_tokens or task.sampling.max_new_tokens)
+    check_prompts(args.verifier, load_tokenizer(args.verifier), task, problems, sampling)
     critiques = responses(args.verifier, f"{name}-verifier", task, problems, args.critiques, sampling, args)
     return [
         task.weight(critiques[start : start + args.critiques]) for start in range(0, len(critiques), args.critiques)
@@ -151,6 +151,9 @@ def run(args: argparse.Namespace) -> None:
     for policy in args.policy + [args.verifier] * (args.verifier is not None):
         load_tokenizer(policy)  # everything is found before the first response is sampled
     benchmarks = [benchmark(argument, args) for argument in args.benchmark]
+    for policy in args.policy:
+        for _, task, problems, sampling in benchmarks:
+            check_prompts(policy, load_tokenizer(policy), task, problems, sampling)
     start_ranks(args.devices)
     sampled = {
         (policy, name): responses(policy, name, task, problems, args.samples, sampling, args)
@@ -194,6 +197,7 @@ def write(args: argparse.Namespace, results: dict[str, dict], rows: list[Traject
 
 
 def main() -> None:
+    end_with_parent()
     with command():
         run(parse())
 

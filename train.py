@@ -34,7 +34,7 @@ from topr.io import (
     sweep,
 )
 from topr.module import PolicyModule
-from topr.ranks import rank
+from topr.ranks import end_with_parent, rank
 from topr.rows import LONGEST_LINE
 from topr.trainer import ShardIndex, Survival, Trainer, reason
 
@@ -178,7 +178,13 @@ class CLI(LightningCLI):
         if not (version / "config.yaml").is_file():
             return
         texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
-        before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
+        try:
+            before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
+        except (yaml.YAMLError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"{version / 'config.yaml'} holds no configuration; put back that run's, or give this one a "
+                "trainer.logger.init_args.name of its own"
+            ) from error
         changed = next((key for key in DECISIVE if before.get(key) != now.get(key)), None)
         if changed and newest:
             raise InputError(
@@ -273,6 +279,7 @@ def updates(checkpoint: Path) -> int | None:
 
 
 def main() -> None:
+    end_with_parent()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # of the shards of a checkpoint, too
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     warnings.filterwarnings("ignore", category=DeprecationWarning)

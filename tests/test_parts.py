@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,3 +219,33 @@ def test_two_devices_evaluate_as_one_does(run, policy, problems, monkeypatch):
     (some,), (others,) = (sorted((path / "responses").iterdir()) for path in (one, two))
     assert rows(some) == rows(others) and len(list(others.iterdir())) == 2
     assert done.stdout.count("wrote results.json") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_second_device_ends_with_the_first(run, policy, tmp_path):
+    problems = tmp_path / "many.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(2000)))
+    given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--out", "out", "--devices", "2"]
+    first = subprocess.Popen(
+        [sys.executable, ROOT / "evaluate.py", *map(str, given)], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+    while not list(tmp_path.glob("out/responses/*/*.parquet")):
+        assert first.poll() is None
+        time.sleep(0.1)
+    (second,) = [int(pid) for pid in children.read_text().split() if b"evaluate.py" in cmdline(pid)]
+    first.kill()
+    first.wait()
+    for _ in range(100):
+        if not cmdline(second):
+            return
+        time.sleep(0.1)
+    pytest.fail("it goes on")
+
+
+def cmdline(pid: int | str) -> bytes:
+    """The command of a process; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -121,7 +121,7 @@ def test_a_sharded_run_resumes_with_its_adapters(two):
 
 def test_weights_under_other_names_are_loaded_whole_and_sharded_then(run, files, two):
     close(one(run, files, "renamed", *RUNS["renamed"]), weights(two[0], "renamed"))
-    assert "every rank" in two[1]
+    assert two[1].count("so every rank loads all of them") == 1  # the others', and tied ones, are read by shards
 
 
 def test_bfloat16_shards_make_the_update_of_autocast(run, files, two):

@@ -72,7 +72,7 @@ class PolicyModule(LightningModule):
             torch.set_num_threads(threads)
         self.policy: torch.nn.Module | None = None
         self.doing, self.remedy = "setting up", "the size of the policy, or shard it (configs/fsdp.yaml)"
-        self.interrupted = False  # by a signal; see `topr.trainer.Preemption`
+        self.interrupted = False  # by a signal; see `topr.trainer.Survival`
         self.evaluator.interrupted = lambda: self.interrupted
         # kept in checkpoints: figures of the run so far; tokens and seconds of training; the last validation,
         # after how many updates

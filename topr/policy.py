@@ -63,6 +63,7 @@ def empty_policy(policy: str) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(_config(policy), dtype=torch.float32, trust_remote_code=False)
+        model.tie_weights()  # which the absence of weights has parted
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:
