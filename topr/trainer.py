@@ -139,7 +139,7 @@ class Survival(Callback):
         checkpoint["random"] = {"cpu": torch.get_rng_state()}
         if module.device.type == "cuda":
             checkpoint["random"]["cuda"] = torch.cuda.get_rng_state(module.device)
-        due = trainer.training and trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        due = trainer.validating or trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         checkpoint["validation_due"] = bool(due and module.figures[0] < trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -151,14 +151,16 @@ class Survival(Callback):
         loop = checkpoint["loops"]["fit_loop"]
         (loader,) = loop["state_dict"]["combined_loader"]
         done = loader["global_batches"] * trainer.datamodule.microbatches(loader["epoch"])
+        for counts in loop["epoch_progress"].values():  # a run resumed at the end of an epoch does not count the next
+            counts["ready"] = counts["started"] = loader["epoch"] + 1
         current = loop["epoch_loop.batch_progress"]["current"]
         shift = done - current["processed"]
         current.update({name: count + shift for name, count in current.items()})
-        if checkpoint["validation_due"]:  # say that it had begun: then the trainer starts with it
+        begun, due = loop["epoch_loop.val_loop.batch_progress"], checkpoint["validation_due"]
+        begun["total"] |= {"ready": 1, "started": 1, "processed": 1 - due, "completed": 1 - due}
+        if due:  # say that it had begun: then the trainer starts with it
             for counts in loop["epoch_loop.batch_progress"]["total"], current:
                 counts["completed"] = counts["processed"]
-            begun = loop["epoch_loop.val_loop.batch_progress"]
-            begun["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             begun["current"] |= {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
