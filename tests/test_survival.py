@@ -121,6 +121,24 @@ def test_a_validation_between_a_checkpoint_and_a_kill_is_made_up_for(fit, monkey
     same(folder, whole)
 
 
+def test_a_run_killed_in_both_epochs_and_at_their_border_is_the_undisturbed_one(fit, monkeypatch):
+    whole = fit("whole", "--trainer.max_epochs=2")[2]
+    for update in (3, 7, 9, 11):  # the checkpoints before them: 2, 6 (the end of an epoch), 8, 10
+
+        def killed(*given, update=update):
+            if given[0].module.global_step == update:
+                raise KeyError("killed here")
+            collect(*given)
+
+        monkeypatch.setattr(Monitor, "collect", killed)
+        with pytest.raises(KeyError, match="killed here"):
+            fit("killed", "--trainer.max_epochs=2")
+    monkeypatch.setattr(Monitor, "collect", collect)
+    code, told, folder = fit("killed", "--trainer.max_epochs=2")
+    assert code == 0, told
+    same(folder, whole)
+
+
 def test_the_newest_complete_checkpoint_is_found(fit):
     whole = fit("whole")[2]
     folder = fit("cut", "--trainer.max_steps=4")[2]
