@@ -148,12 +148,13 @@ def run(args: argparse.Namespace) -> None:
     for name, given in (("policy", args.policy), ("benchmark", [item.partition("=")[0] for item in args.benchmark])):
         if len(set(given)) < len(given):
             raise InputError(f"--{name} names {max(given, key=given.count)!r} twice; give each once")
-    for policy in args.policy + [args.verifier] * (args.verifier is not None):
-        load_tokenizer(policy)  # everything is found before the first response is sampled
+    # everything is found before the first response is sampled
+    named = args.policy + [args.verifier] * (args.verifier is not None)
+    tokenizers = {policy: load_tokenizer(policy) for policy in named}
     benchmarks = [benchmark(argument, args) for argument in args.benchmark]
     for policy in args.policy:
         for _, task, problems, sampling in benchmarks:
-            check_prompts(policy, load_tokenizer(policy), task, problems, sampling)
+            check_prompts(policy, tokenizers[policy], task, problems, sampling)
     start_ranks(args.devices)
     sampled = {
         (policy, name): responses(policy, name, task, problems, args.samples, sampling, args)

@@ -165,7 +165,7 @@ class CLI(LightningCLI):
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
         found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-        newest = next((path for path in found if updates(path) is not None), None)
+        newest, done = next(((path, n) for path in found if (n := updates(path)) is not None), (None, 0))
         config.ckpt_path = newest and str(newest)
         print(f"resuming {newest}" if newest else f"no complete checkpoint under {root}: starting afresh")
         if self.subcommand != "fit":
@@ -194,7 +194,7 @@ class CLI(LightningCLI):
         if not changed:
             arguments.version = int(version.name.removeprefix("version_"))
             # TensorBoard forgets what was logged after the checkpoint and is logged again
-            logger.dict_kwargs = {"purge_step": updates(newest) if newest else 0}
+            logger.dict_kwargs = {"purge_step": done}
             for folder in (version, version / "checkpoints"):
                 sweep(folder)
 
@@ -271,7 +271,8 @@ def updates(checkpoint: Path) -> int | None:
         file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
         check_file(file)
         if checkpoint.is_dir():
-            ShardIndex((checkpoint / ".metadata").open("rb")).load()
+            with (checkpoint / ".metadata").open("rb") as index:
+                ShardIndex(index).load()
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
         return content["global_step"] if content.keys() >= {"loops", "pytorch-lightning_version"} else None
     except Exception:  # whatever torch makes of a broken file
