@@ -176,6 +176,9 @@ class CLI(LightningCLI):
             begun = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
             version = max(begun, key=lambda path: path.stat().st_mtime, default=root)
         if not (version / "config.yaml").is_file():
+            # killed before it was written: the folder holds an empty event file at most
+            if version != root and all("tfevents" in path.name for path in version.iterdir()):
+                arguments.version = int(version.name.removeprefix("version_"))
             return
         texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
         try:

@@ -170,6 +170,16 @@ def test_a_config_that_was_half_written_does_not_stand_in_the_way(fit, small_dis
     assert code == 0 and "resuming" in told, told
 
 
+def test_a_run_killed_before_it_wrote_its_config_begins_again_in_its_folder(fit):
+    version = fit.folder / "runs" / "cut" / "version_0"
+    version.mkdir(parents=True)
+    (version / "events.out.tfevents.1.host.1.0").write_bytes(b"")
+    code, told, _ = fit("cut")
+    assert code == 0 and "starting afresh" in told, told
+    assert [path.name for path in version.parent.iterdir()] == ["version_0"]
+    same(version, fit("whole")[2])
+
+
 def test_a_run_that_is_refused_leaves_the_runs_beside_it(fit, monkeypatch):
     def refused(*_):
         (fit.folder / "runs" / "other").mkdir()
