@@ -45,14 +45,14 @@ def measure(policy: str) -> None:
             time.sleep(0.001)
 
     threading.Thread(target=watch, daemon=True).start()
-    read, check = 0, sharding.check_head
+    read, check = 0, sharding.check_forward
 
     def checked(*arguments) -> None:
         nonlocal read
         read = peak
         check(*arguments)
 
-    sharding.check_head = checked
+    sharding.check_forward = checked
     model = sharding.load_sharded(policy, lambda model: None, mesh, bfloat16=False, reshard=True)
     done.set()
     whole = sum(parameter.numel() for parameter in model.parameters()) * 4

@@ -33,9 +33,10 @@ def files(tmp_path_factory):
     )
 
 
-def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1):
+def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, **more):
     """A data module as a trainer would set it up on one of several ranks."""
-    data = TrajectoryDataModule(train=files[1], batch_size=12, microbatch_tokens=tokens, num_workers=workers, seed=3)
+    sizes = {"batch_size": 12, "microbatch_tokens": tokens, "num_workers": workers, "seed": 3}
+    data = TrajectoryDataModule(train=files[1], **sizes, **more)
     data.trainer = SimpleNamespace(
         world_size=ranks,
         global_rank=rank,
@@ -66,7 +67,7 @@ def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(files, l
         assert sorted(real) == batch
         assert {float(part.divisor) for part in parts} == {len(batch) / data[0].unit}
         for part in parts:
-            assert part.tokens.input_ids_BL.numel() <= tokens
+            assert len(part.tokens.input_ids_L) <= tokens
             if data[0].unit == 2:  # a positive and its negative share a micro-batch
                 signs = (part.advantage_B >= 0).reshape(-1, 2)
                 assert signs[:, 0].all() and not signs[:, 1].any()
@@ -80,9 +81,13 @@ def test_micro_batches_carry_what_the_file_says(files):
         np.testing.assert_array_equal(part.ref_log_probs_N, np.float32([x for t in rows for x in t.ref_logprobs]))
         assert part.reward_B.tolist() == [t.reward for t in rows]
         assert part.advantage_B.tolist() == [t.reward - 0.25 for t in rows]
-        for ids, t in zip(part.tokens.input_ids_BL.tolist(), rows, strict=True):
-            real = t.prompt_ids + t.response_ids
-            assert ids == real + [0] * (len(ids) - len(real))
+        spans = [span for span in part.tokens.spans if span[3] > span[2]]
+        for (start, end, first, last), t in zip(spans, rows, strict=True):
+            for field, expected in (
+                (part.tokens.input_ids_L, t.prompt_ids + t.response_ids),
+                (part.tokens.position_ids_L, list(range(len(t.prompt_ids) + len(t.response_ids)))),
+            ):
+                assert field[first:last].tolist() + field[start:end].tolist() == expected
 
 
 def test_loader_resumes_at_a_global_batch(files):
@@ -104,3 +109,10 @@ def test_files_stay_mapped(files):
     data = module(files, TOPR())
     assert data.rows.cache_files  # on disk, in datasets' Arrow cache
     assert set(data.rows.column_names) == {"prompt_ids", "response_ids", "ref_logprobs", "reward", "group"}
+
+
+def test_whole_groups_share_a_batch_without_a_loss_that_asks(files):
+    data = module(files, TOPR(), whole_groups=True)
+    group = [t.group for t in files[2]]
+    batches = [{group[i] for i in batch} for batch in data.plan(0)]
+    assert len(batches) > 5 and len(set().union(*batches)) == sum(map(len, batches))

@@ -7,8 +7,8 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "logprobs", "trajectories", "importing", "report", "metrics", "policy", "policy_files",
-        "tokenizer", "rows", "lora", "plan",
+        "io", "losses", "attention", "packing", "logprobs", "trajectories", "importing", "report", "metrics", "policy",
+        "policy_files", "tokenizer", "rows", "lora", "plan",
         "sharding", "ranks", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {

@@ -1,14 +1,57 @@
-"""Chunked, padded, bucketed log-probs against one naive forward per trajectory."""
+"""Rows without padding, prompts computed once, one-pass loss: against one naive forward per trajectory."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from conftest import make_policy
 
 from topr import logprobs
-from topr.logprobs import pad, partition, response_log_probs, score, token_log_probs
-from topr.policy import load_policy
+from topr.attention import NAME
+from topr.logprobs import response_log_probs, response_loss, score, token_log_probs
+from topr.losses import TOPR
+from topr.packing import pack, partition
+from topr.policy import check_forward, equip, load_policy
+
+SMALL = {
+    "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": 1, "head_dim": 8,
+}  # fmt: skip
+FAMILIES = {  # with grouped queries where a family has them, and windows shorter than the sequences
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi3": {"sliding_window": 6},
+    "GPTNeoX": {},
+    "GPT2": {
+        "n_positions": 64,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "resid_pdrop": 0,
+    },
+}
+PADDED = {"Bloom": {"n_head": 2}, "Mamba": {"state_size": 4}}  # attend in ways of their own
+
+
+def make_model(family: str, **changes):
+    torch.manual_seed(0)
+    name = "Gemma3Text" if family == "Gemma3" else family
+    known = SMALL | (FAMILIES | PADDED)[family] | changes
+    config = getattr(transformers, f"{name}Config")(**known)
+    causal = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, causal)(config).train()
+    for parameter in model.parameters():  # norms and biases too: what is 0 or 1 hides mistakes
+        torch.nn.init.normal_(parameter, parameter.mean().item(), 0.2)
+    equip(model)
+    return model
 
 
 def naive(model, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
@@ -19,39 +62,92 @@ def naive(model, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
 
 
 def sequences(seed: int = 0, count: int = 7):
+    """Prompts, some of them shared by neighbours, and responses."""
     rng = np.random.default_rng(seed)
     draw = lambda low, high: [rng.integers(3, 20, rng.integers(low, high)) for _ in range(count)]  # noqa: E731
-    return draw(1, 9), draw(1, 15)
+    prompts, responses = draw(1, 9), draw(1, 15)
+    return [prompts[i - i % 3] for i in range(count)], responses
 
 
-def test_padded_log_probs_equal_one_forward_per_trajectory(policy):
-    model = load_policy(str(policy)).double()
+def gradients(model, value: torch.Tensor) -> list[torch.Tensor]:
+    return torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *PADDED])
+def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing):
+    model, plain = (make_model(family).double() for _ in range(2))
+    plain.set_attn_implementation("eager")
+    if family in PADDED:
+        with pytest.warns(match="trajectories are padded"):
+            check_forward(model, family)
+    else:
+        check_forward(model, family)
+    assert (model.config._attn_implementation == NAME) == (family in FAMILIES)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     prompts, responses = sequences()
-    log_probs_N, hidden_ND = response_log_probs(model, pad(prompts, responses))
-    expected = torch.cat([naive(model, p, r) for p, r in zip(prompts, responses, strict=True)])
-    torch.testing.assert_close(log_probs_N, expected, rtol=0, atol=1e-6)  # the model's own norms are float32
+    log_probs_N, hidden_ND = response_log_probs(model, pack(prompts, responses))
+    expected = torch.cat([naive(plain, p, r) for p, r in zip(prompts, responses, strict=True)])
+    torch.testing.assert_close(log_probs_N, expected, rtol=0, atol=2e-6)  # the models' own norms are float32
     assert hidden_ND.shape == (len(expected), 16)
-    weights = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
-    ours = torch.autograd.grad((weights * log_probs_N).sum(), list(model.parameters()))
-    theirs = torch.autograd.grad((weights * expected).sum(), list(model.parameters()))
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    scale = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
+    for mine, other in zip(
+        gradients(model, (scale * log_probs_N).sum()), gradients(plain, (scale * expected).sum()), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", [1, 511, 512, 1300])
-@pytest.mark.parametrize("operator", ["torch", "fallback"])
+def test_a_window_that_the_attention_is_not_told_of_is_padded():
+    model = make_model("Llama")
+    model.config.sliding_window = 4
+    with pytest.warns(match="trajectories are padded"):
+        check_forward(model, "Llama")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPTNeoX"])
+@pytest.mark.parametrize("chunk", [2**25, 20 * 64])  # every position at once; 64, fewer than the longest response has
+def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk):
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
+    model = make_model(family, max_position_embeddings=256).double()
+    check_forward(model, family)
+    prompts, responses = sequences()
+    rng = np.random.default_rng(1)
+    responses[2] = rng.integers(3, 20, 150)
+    tokens, loss = pack(prompts, responses), TOPR(0.5, 2, 0, 1)
+    advantage_B = torch.tensor(rng.choice([-1.0, 0.5, 1.0], len(prompts)))
+    scale_B = torch.tensor(rng.random(len(prompts)))
+    log_probs_N, hidden_ND = response_log_probs(model, tokens)
+    shift_B = torch.tensor(rng.normal(0, 2, len(prompts))) / tokens.length_B  # ratios on both sides of every limit
+    ref_log_probs_N = log_probs_N.detach() + shift_B.repeat_interleave(tokens.length_B)
+    expected = loss(log_probs_N, ref_log_probs_N, tokens.length_B, advantage_B)
+    given = loss, ref_log_probs_N, advantage_B, scale_B
+    total, output, again_ND = response_loss(model, tokens, *given)
+    for mine, other in zip(output, expected, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-9)
+    scaled = (scale_B * expected.loss_B).sum()
+    torch.testing.assert_close(total, scaled, rtol=0, atol=1e-9)
+    (mine,), (other,) = (
+        torch.autograd.grad(v, h, retain_graph=True) for v, h in ((total, again_ND), (scaled, hidden_ND))
+    )
+    torch.testing.assert_close(mine, other, rtol=0, atol=1e-9)
+    for mine, other in zip(
+        gradients(model, 3 * response_loss(model, tokens, *given)[0]), gradients(model, scaled), strict=True
+    ):
+        torch.testing.assert_close(mine, 3 * other, rtol=1e-5, atol=2e-6)  # the models' own norms are float32
+
+
+@pytest.mark.parametrize("positions", [1, 63, 64, 150])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunked_head_equals_the_naive_one(monkeypatch, positions, operator, bias):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 0)  # chunks of 512, so that 1300 leaves an uneven tail
-    if operator == "fallback":
-        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+def test_chunked_head_equals_the_naive_one(monkeypatch, positions, bias):
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 0)  # chunks of 64, so that 150 leaves an uneven tail
     torch.manual_seed(0)
     hidden = torch.randn(positions, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 12, dtype=torch.float64, requires_grad=True)
     offset = torch.randn(37, dtype=torch.float64, requires_grad=True) if bias else None
     target = torch.randint(37, (positions,))
     expected = F.linear(hidden, weight, offset).log_softmax(-1).gather(1, target[:, None])[:, 0]
-    found = token_log_probs(hidden, weight, target, offset)
+    found = token_log_probs(hidden, weight, offset, None, target)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     scale = torch.randn(positions, dtype=torch.float64)
     inputs = [tensor for tensor in (hidden, weight, offset) if tensor is not None]
@@ -63,65 +159,72 @@ def test_chunked_head_equals_the_naive_one(monkeypatch, positions, operator, bia
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
-def test_soft_cap_of_the_logits_is_honoured(tmp_path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, initializer_range=0.5, pad_token_id=0,
-        bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config).eval()
-    prompts, responses = sequences()
-    found, _ = response_log_probs(model, pad(prompts, responses))
-    expected = torch.cat([naive(model, p, r) for p, r in zip(prompts, responses, strict=True)])
-    torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5)
+def test_a_frozen_projection_gets_no_gradient():
+    model = make_model("Llama")
+    model.lm_head.weight.requires_grad_(False)
+    tokens = pack(*sequences())
+    ones = torch.ones(len(tokens.length_B))
+    total, *_ = response_loss(model, tokens, TOPR(), torch.zeros(len(tokens.target_N)), ones, ones)
+    total.backward()
+    assert model.lm_head.weight.grad is None and model.model.norm.weight.grad.abs().sum() > 0
 
 
 def test_autocast_keeps_log_probs_in_float32(policy):
     model = load_policy(str(policy))
-    tokens = pad(*sequences())
+    tokens = pack(*sequences())
     exact, _ = response_log_probs(model, tokens)
+    ones = torch.ones(len(tokens.length_B))
     with torch.autocast("cpu", torch.bfloat16):
         found, _ = response_log_probs(model, tokens)
-    assert found.dtype == torch.float32
+        _, output, _ = response_loss(model, tokens, TOPR(), exact.detach(), ones, ones)
+    assert found.dtype == output.log_ratio_B.dtype == torch.float32
     assert (found - exact).abs().max() < 0.1
+    torch.testing.assert_close(output.log_ratio_B, torch.segment_reduce(found - exact, "sum", lengths=tokens.length_B))
 
 
 def test_score_keeps_the_order_and_equals_the_training_forward(policy):
     model = load_policy(str(policy))
     prompts, responses = sequences(count=23)
-    together, _ = response_log_probs(model, pad(prompts, responses))
+    together, _ = response_log_probs(model, pack(prompts, responses))
     for tokens in (40, 100, 10_000):
         np.testing.assert_allclose(
             np.concatenate(score(model, prompts, responses, tokens)), together.detach().numpy(), rtol=0, atol=2e-6
         )
 
 
+def row_tokens(sizes: np.ndarray) -> int:
+    """Tokens of a row, counted one by one."""
+    return sum(n + p * (not i or sizes[0, i - 1] != number) for i, (number, p, n) in enumerate(sizes.T))
+
+
 @pytest.mark.parametrize("unit", [1, 2])
 def test_partition_covers_everything_within_the_bound(unit):
     rng = np.random.default_rng(0)
     for _ in range(100):
-        length = rng.integers(1, 60, unit * rng.integers(1, 16))
-        bound = int(max(unit * length.max(), 200))
-        runs = partition(length, bound, unit=unit)
-        assert sorted(np.concatenate(runs)) == list(range(len(length)))
-        assert all(len(run) * length[run].max() <= bound for run in runs)
-        for run in runs:  # units stay whole
-            assert np.array_equal(run // unit, np.repeat(run[::unit] // unit, unit))
-        for parts in (len(runs), len(runs) + 1, 40):  # at least as many as the bound needs: it still holds
-            balanced = partition(length, parts=parts, unit=unit)
-            assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(len(length)))
-            assert all(len(run) * length[run].max() <= bound for run in balanced if len(run))
+        count = unit * rng.integers(1, 16)
+        number = rng.integers(0, 5, count)
+        sizes = np.stack((number, rng.integers(1, 30, 5)[number], rng.integers(1, 30, count)))
+        bound = int(max(unit * sizes[1:].sum(axis=0).max(), 200))
+        rows = partition(sizes, bound, unit=unit)
+        assert sorted(np.concatenate(rows)) == list(range(count))
+        assert all(row_tokens(sizes[:, row]) <= bound for row in rows)
+        for row in rows:  # units stay whole
+            assert np.array_equal(row // unit, np.repeat(row[::unit] // unit, unit))
+        for parts in (len(rows), len(rows) + 1, 40):  # at least as many as the bound needs: it still holds
+            balanced = partition(sizes, parts=parts, unit=unit)
+            assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(count))
+            assert all(row_tokens(sizes[:, row]) <= bound for row in balanced)
 
 
-def test_partition_balances():
-    assert [len(run) for run in partition(np.array([10] * 12), parts=4)] == [3, 3, 3, 3]
-    assert [len(run) for run in partition(np.array([90, 10, 10, 10, 10, 10, 10, 10, 10, 10]), parts=2)] == [1, 9]
+def test_partition_balances_and_counts_a_prompt_once():
+    alone = np.stack((np.arange(12), np.full(12, 4), np.full(12, 6)))
+    assert [len(row) for row in partition(alone, parts=4)] == [3, 3, 3, 3]
+    shared = np.stack((np.array([0, 1] * 4), np.full(8, 100), np.full(8, 10)))
+    assert [row.tolist() for row in partition(shared, 140)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [row.tolist() for row in partition(shared, 139)] == [[0, 2, 4], [6], [1, 3, 5], [7]]
 
 
 def test_dropout_is_off_in_training_mode(tmp_path):
     folder = make_policy(tmp_path / "dropout", attention_dropout=0.5)
-    model, tokens = load_policy(str(folder)).train(), pad(*sequences())
+    model, tokens = load_policy(str(folder)).train(), pack(*sequences())
     assert torch.equal(response_log_probs(model, tokens)[0], response_log_probs(model, tokens)[0])

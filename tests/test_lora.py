@@ -81,7 +81,7 @@ def test_activation_checkpointing_does_not_change_the_update(run, policy, data, 
     monkeypatch.setattr(LlamaMLP, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
     plain, once = fit(run, policy, data, "--data.batch_size=8"), len(calls)
     less = fit(run, policy, data, "--data.batch_size=8", "--model.activation_checkpointing=true")
-    assert len(calls) - once > 1.5 * once  # it does compute again
+    assert len(calls) - once > 1.4 * once  # it does compute again
     for key, weight in load_file(plain / "policy" / "model.safetensors").items():
         torch.testing.assert_close(
             load_file(less / "policy" / "model.safetensors")[key], weight, atol=1e-6, rtol=0, msg=key

@@ -68,11 +68,13 @@ def test_what_cannot_be_planned_is_refused():
 
 
 def test_microbatch_count_is_the_least_that_fits():
-    length = np.array([10, 10, 10, 10, 20, 20])
     batches = [np.array([0, 1, 2, 3]), np.array([4, 5])]
-    counts = {
-        (tokens, ranks): microbatch_count(batches, length, microbatch_tokens=tokens, ranks=ranks, unit=1)
-        for tokens in (20, 40)
-        for ranks in (1, 2)
-    }
-    assert counts == {(20, 1): 2, (40, 1): 1, (20, 2): 1, (40, 2): 1}
+    lengths = np.full(6, 4), np.array([6, 6, 6, 6, 16, 16])
+    for prompts, expected in (
+        (range(6), {(20, 1): 2, (40, 1): 1, (20, 2): 1, (40, 2): 1}),
+        ([0] * 6, {(20, 1): 2, (40, 1): 1, (28, 1): 2, (36, 1): 1}),  # 4 + 4 x 6, 4 + 2 x 16
+    ):
+        for (tokens, ranks), count in expected.items():
+            sizes = np.stack((list(prompts), *lengths))
+            found = microbatch_count(batches, sizes, microbatch_tokens=tokens, ranks=ranks, unit=1)
+            assert found == count, (tokens, ranks)

@@ -87,7 +87,7 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "log_ratio/positives_mean", "log_ratio/positives_min", "log_ratio/positives_max", "log_ratio/negatives_mean",
         "weight/negatives_below_0.01", "weight/negatives_truncated", "weight/effective_sample_size", "gradient/norm",
         "gradient/positive_share", "drift/positives", "drift/negatives", "speed/tokens_per_s", "speed/utilisation",
-        "speed/peak_memory_gb", "speed/padding_share", "val/pass@1", "val/maj@4", "val/invalid",
+        "speed/peak_memory_gb", "speed/computed_share", "val/pass@1", "val/maj@4", "val/invalid",
         "val_interval/pass@1_low", "val_interval/pass@1_high",
     } <= scalars  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]

@@ -19,6 +19,7 @@ import evaluate
 import train
 from topr import module
 from topr.io import InputError
+from topr.logprobs import OnePassLoss
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.monitor import Monitor
@@ -264,7 +265,7 @@ def test_running_out_of_memory_says_where_and_which_key_to_lower(run, fit, monke
     def exhausted(*_):
         torch.empty(2**50)
 
-    monkeypatch.setattr(*((PolicyModule, "forward") if where == "update" else (LocalSampler, "sample")), exhausted)
+    monkeypatch.setattr(*((OnePassLoss, "_forward") if where == "update" else (LocalSampler, "sample")), exhausted)
     if where == "evaluate":
         arguments = ["--benchmark", f"arithmetic={fit.problems}", "--samples", 2, "--out", "results"]
         code, out, told = run(evaluate.main, "--policy", fit.policy, *arguments)

@@ -8,14 +8,20 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, write
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_logprobs import FAMILIES, SMALL
 
 import train
+from topr import policy as policies
+from topr.logprobs import response_log_probs
 from topr.losses import TOPR
 from topr.monitor import Monitor
-from topr.policy import load_policy
+from topr.policy import export_policy, load_policy
+from topr.tasks.imitation import SYMBOLS, make_tokenizer
+from topr.trajectories import add_log_probs
 
 collect = Monitor.collect
 
@@ -115,6 +121,38 @@ def test_micro_batches_padding_and_workers_do_not_change_the_update(run, shifted
         for name, value in results[0].items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
     assert all(torch.equal(results[1][name], results[3][name]) for name in results[1])  # workers: to the bit
+
+
+def two_passes(model, tokens, loss, ref_log_probs_N, advantage_B, scale_B):
+    """`response_loss` by way of all log-probs."""
+    log_probs_N, hidden_ND = response_log_probs(model, tokens)
+    output = loss(log_probs_N, ref_log_probs_N, tokens.length_B, advantage_B)
+    return (scale_B * output.loss_B).sum(), output, hidden_ND
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Phi3"])
+def test_shared_prompts_and_one_pass_make_the_update_of_padded_rows(run, monkeypatch, family):
+    base = run.folder / "base"
+    torch.manual_seed(0)
+    sizes = SMALL | FAMILIES[family] | {"vocab_size": len(SYMBOLS), "initializer_range": 0.1}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    export_policy(getattr(transformers, f"{family}ForCausalLM")(config), make_tokenizer(), base)
+    trajectories = make_trajectories(base, 40, shift=1.0)
+    for one, other in zip(trajectories[::2], trajectories[1::2], strict=True):
+        other.prompt, other.prompt_ids = one.prompt, one.prompt_ids
+    add_log_probs(load_policy(str(base)), trajectories, 16384)
+    data = write(run.folder / "train.parquet", base, trajectories)
+    more = ["--data.whole_groups=true", "--data.batch_size=8", "--data.microbatch_tokens=80", "--trainer.max_epochs=2"]
+    shared = fit(run, base, data, *more)
+    monkeypatch.setattr(policies, "response_loss", two_passes)
+    monkeypatch.setattr(two_passes, "__name__", "response_loss")
+    monkeypatch.setattr(policies, "check_forward", lambda *_: None)
+    monkeypatch.setattr(Monitor, "_check_start", lambda *_: None)
+    padded = fit(run, base, data, *more, "--data.microbatch_tokens=10000", "--trainer.logger.init_args.version=1")
+    one, other = (load_file(path / "policy" / "model.safetensors") for path in (shared, padded))
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+        assert not torch.equal(value, load_file(base / "model.safetensors")[name]), name
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

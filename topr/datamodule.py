@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from topr.evaluation import check_prompts, missing_parts
 from topr.io import InputError, check_counts, check_folder, first_line
-from topr.loaders import ProblemLoader, TrainLoader
+from topr.loaders import ProblemLoader, TrainLoader, numbered
 from topr.losses import advantage_share
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy_files import vocabulary_and_context
@@ -40,7 +40,9 @@ class TrajectoryDataModule(LightningDataModule):
         sampling: how responses are sampled.
         out: folder for the trajectories that `predict` writes.
         batch_size: trajectories per optimiser step, over all devices.
-        microbatch_tokens: bound on the prompt + response tokens of one forward, padding included.
+        microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its responses in it.
+        whole_groups: keep a group's trajectories in one global batch, so that their prompt is computed once. Other
+            batches than those of a plain shuffle: faster, the more so the shorter the responses, but less varied.
         num_workers: loader processes.
         seed: of the epoch plan and of sampling.
     """
@@ -57,6 +59,7 @@ class TrajectoryDataModule(LightningDataModule):
         out: str | None = None,
         batch_size: int = 64,
         microbatch_tokens: int = 16384,
+        whole_groups: bool = False,
         num_workers: int = 0,
         seed: int = 0,
     ):
@@ -66,6 +69,7 @@ class TrajectoryDataModule(LightningDataModule):
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
+        self.whole_groups = whole_groups
         self.refusal: InputError | None = None
 
     def prepare_data(self) -> None:
@@ -142,18 +146,19 @@ class TrajectoryDataModule(LightningDataModule):
             return
         table, loss = self.rows.data.table, self.trainer.lightning_module.loss
         self.reward = table["reward"].to_numpy()
-        prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
-        self.length = prompt + response
+        lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
+        self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths))
         groups = table["group"].dictionary_encode().unify_dictionaries()
         self.group = np.concatenate([chunk.indices.to_numpy() for chunk in groups.chunks])
-        self.grouping, self.advantage = loss.grouping, loss.advantages(self.reward, self.group)
+        self.advantage = loss.advantages(self.reward, self.group)
+        self.grouping = "group" if loss.grouping == "none" and self.whole_groups else loss.grouping
         # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch
         self.trainer.reload_dataloaders_every_n_epochs = 1
         if self.val is None:
             self.trainer.limit_val_batches = 0
         shares = self.shares()
         rank_zero_info(
-            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {response.sum()} response tokens, "
+            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {self.sizes[2].sum()} response tokens, "
             f"mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
             f"{shares['effective_positive_share']:.1%} at baseline {shares['baseline']:.3g}; {len(self.plan(0))} "
             f"updates an epoch of {self.microbatches(0)} micro-batch(es)"
@@ -188,7 +193,7 @@ class TrajectoryDataModule(LightningDataModule):
         """Micro-batches of each update, K: the least for which none of any rank exceeds `microbatch_tokens`."""
         return microbatch_count(
             self.plan(epoch),
-            self.length,
+            self.sizes,
             microbatch_tokens=self.microbatch_tokens,
             ranks=self.trainer.world_size,
             unit=self.unit,

@@ -1,6 +1,7 @@
 """What the trainer iterates over: micro-batches of trajectories, batches of problems."""
 
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow.compute as pc
 from torch import Tensor, from_numpy, tensor
 from torch.utils.data import DataLoader, Dataset
 
-from topr.logprobs import Tokens, pad, partition
+from topr.packing import Tokens, pack, partition
 
 
 class MicroBatch(NamedTuple):
@@ -71,7 +72,7 @@ class _MicroBatches(Dataset):
     """Every micro-batch of one rank in one epoch, by number; `count` of them make a global batch."""
 
     def __init__(self, data, epoch: int):
-        self.rows, self.length, self.advantage, self.unit = data.rows, data.length, data.advantage, data.unit
+        self.rows, self.sizes, self.advantage, self.unit = data.rows, data.sizes, data.advantage, data.unit
         self.plan, self.count = data.plan(epoch), data.microbatches(epoch)
         self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
 
@@ -80,16 +81,15 @@ class _MicroBatches(Dataset):
 
     def __getitem__(self, number: int) -> MicroBatch:
         batch, part = self.plan[number // self.count], number % self.count
-        runs = partition(self.length[batch], parts=self.count * self.ranks, unit=self.unit)
-        # neighbours are alike in length: the ranks of one moment take neighbours
-        run = runs[part * self.ranks + self.rank]
-        filler = not len(run)
-        chosen = batch[runs[0][-self.unit :]] if filler else batch[run]
+        shares = partition(self.sizes[:, batch], parts=self.count * self.ranks, unit=self.unit)
+        share = shares[part * self.ranks + self.rank]
+        filler = not len(share)
+        chosen = batch[shares[0][-self.unit :] if filler else share]
         table = self.rows[chosen.tolist()]
-        tokens = pad(_arrays(table["prompt_ids"]), _arrays(table["response_ids"]))
+        tokens = pack(_lists(table["prompt_ids"]), _lists(table["response_ids"]))
         return MicroBatch(
-            tokens=tokens._replace(real=0) if filler else tokens,
-            ref_log_probs_N=from_numpy(np.concatenate(_arrays(table["ref_logprobs"]))),
+            tokens=tokens._replace(count=0) if filler else tokens,
+            ref_log_probs_N=from_numpy(np.concatenate(_lists(table["ref_logprobs"]))),
             reward_B=from_numpy(table["reward"].to_numpy().copy()),
             advantage_B=from_numpy(self.advantage[chosen]),
             real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
@@ -98,8 +98,14 @@ class _MicroBatches(Dataset):
         )
 
 
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+def _lists(column: pa.Array | pa.ChunkedArray) -> list[np.ndarray]:
     """One array a row of a column of lists."""
-    column = column.combine_chunks()
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat, length = column.flatten().to_numpy(), pc.list_value_length(column).to_numpy()
     return np.split(flat, np.cumsum(length)[:-1])
+
+
+def numbered(column: pa.ChunkedArray) -> np.ndarray:
+    """An integer for each row of a column of lists, equal for equal lists, the same on every rank."""
+    digests = [blake2b(ids.tobytes(), digest_size=8).digest() for chunk in column.chunks for ids in _lists(chunk)]
+    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]

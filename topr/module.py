@@ -16,10 +16,10 @@ from torch import Tensor
 from topr.evaluation import derived_seed, describe, per_problem, sample_and_grade, sample_part, summarise
 from topr.io import InputError, atomic, check_counts
 from topr.loaders import MicroBatch
-from topr.logprobs import Tokens
 from topr.lora import LoRA, merge
 from topr.losses import Loss
 from topr.monitor import Monitor
+from topr.packing import Tokens
 from topr.policy import export_policy, load_policy
 from topr.ranks import gather
 from topr.sampling import LocalSampler, Sampler, ServerSampler
@@ -112,17 +112,23 @@ class PolicyModule(LightningModule):
         return self.policy.response_log_probs(tokens)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
-        rows, columns = batch.tokens.input_ids_BL.shape
-        self.doing = f"update {self.global_step + 1}, a forward or backward of {rows} trajectories x {columns} tokens"
+        tokens = batch.tokens
+        row = f"{len(tokens.length_B)} trajectories, {len(tokens.input_ids_L)} tokens"
+        self.doing = f"update {self.global_step + 1}, a forward or backward of {row}"
         self.remedy = f"data.microbatch_tokens, now {self.trainer.datamodule.microbatch_tokens}"
-        log_probs_N, hidden_ND = self(batch.tokens)
-        output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
-        self.monitor.collect(output, hidden_ND, batch)
         # The one place that reduces: the sum over trajectories is divided by their number in the GLOBAL batch, so that
-        # micro-batches, padding and ranks cannot change the update. The trainer divides by its micro-batches per step,
-        # the strategy averages over ranks; both are cancelled here.
-        cancelled = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return (output.loss_B * batch.real_B).sum() / batch.divisor * cancelled
+        # micro-batches and ranks cannot change the update. The trainer divides by its micro-batches per step, the
+        # strategy averages over ranks; both are cancelled here.
+        scale_B = batch.real_B / batch.divisor * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        if self.loss.grouping == "none":  # each trajectory's loss depends on it alone
+            given = self.loss, batch.ref_log_probs_N, batch.advantage_B, scale_B
+            total, output, hidden_ND = self.policy.response_loss(tokens, *given)
+        else:
+            log_probs_N, hidden_ND = self(tokens)
+            output = self.loss(log_probs_N, batch.ref_log_probs_N, tokens.length_B, batch.advantage_B)
+            total = (output.loss_B * scale_B).sum()
+        self.monitor.collect(output, hidden_ND, batch)
+        return total
 
     def on_after_backward(self) -> None:
         self.monitor.after_backward()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from topr.io import InputError
 from topr.loaders import MicroBatch
-from topr.logprobs import Tokens
 from topr.losses import LossOutput, sum_tokens
 from topr.metrics import training_statistics
+from topr.packing import Tokens
 from topr.policy_files import policy_fingerprint
 from topr.ranks import gather, refuse, total_norm
 
@@ -150,8 +150,9 @@ class Monitor:
 class Throughput:
     """Counts the training batches of this rank; `read` reports those since the last reading.
 
-    FLOPs of a trajectory: 6 x (parameters without embeddings) x tokens, 6 x vocabulary x hidden x response tokens, and
-    6 x layers x hidden x tokens^2 of causal attention.
+    FLOPs: 6 x (parameters without embeddings) of each token, 6 x vocabulary x hidden of each response token, and
+    12 x layers x hidden of each pair of tokens of which one attends to the other; of what is computed, a shared prompt
+    once.
 
     Args:
         model: the policy.
@@ -171,7 +172,7 @@ class Throughput:
         self.start()
 
     def _reset(self) -> None:
-        self.tokens = self.slots = self.flops = 0
+        self.tokens = self.computed = self.flops = 0
         self.seconds = 0.0
 
     def start(self) -> None:
@@ -181,13 +182,12 @@ class Throughput:
     def count(self, tokens: Tokens) -> None:
         """A training batch has gone through."""
         seconds = time.perf_counter() - self.began
-        rows, columns = tokens.input_ids_BL.shape
-        self.tokens, self.slots = self.tokens + tokens.real, self.slots + rows * columns
-        # length buckets: every trajectory is about as long as its batch is wide
-        per_token = self.body + self.attention * columns
-        self.flops += 6 * (per_token * tokens.real + self.projection * len(tokens.target_N))
+        pairs = sum((end - start) * ((end - start) / 2 + last - first) for start, end, first, last in tokens.spans)
+        self.tokens, self.computed = self.tokens + tokens.count, self.computed + len(tokens.input_ids_L)
+        self.flops += 6 * (self.body * len(tokens.input_ids_L) + self.projection * len(tokens.target_N))
+        self.flops += 12 * self.attention * pairs
         self.seconds += seconds
-        self.total = self.total[0] + tokens.real, self.total[1] + seconds
+        self.total = self.total[0] + tokens.count, self.total[1] + seconds
         self.start()
 
     def rate(self, ranks: int) -> float:
@@ -204,7 +204,7 @@ class Throughput:
         metrics = {
             "speed/tokens_per_s": ranks * self.tokens / seconds,
             "speed/utilisation": self.flops / seconds / self.peak,
-            "speed/padding_share": 1 - self.tokens / max(self.slots, 1),
+            "speed/computed_share": self.computed / max(self.tokens, 1),
             "speed/peak_memory_gb": memory / 1e9,
         }
         self._reset()

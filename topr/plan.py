@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from topr.io import InputError
-from topr.logprobs import partition
+from topr.packing import partition
 
 
 def epoch_plan(
@@ -47,8 +47,8 @@ def epoch_plan(
     for previous, end in zip(np.append(0, ends[:-1]), ends, strict=True):
         if end - previous > batch_size:
             raise InputError(
-                f"data.batch_size is {batch_size} but a group has {end - previous} trajectories, and this loss needs "
-                "whole groups in a batch; raise data.batch_size"
+                f"data.batch_size is {batch_size} but a group has {end - previous} trajectories, and this loss or "
+                "data.whole_groups needs them in one batch; raise data.batch_size"
             )
         if end - start > batch_size:
             cuts.append(previous)
@@ -70,24 +70,24 @@ def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) ->
 
 
 def microbatch_count(
-    plan: list[np.ndarray], length: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
+    plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
 ) -> int:
     """The least number of micro-batches per rank and step that keeps each of an epoch within `microbatch_tokens`.
 
     Args:
         plan: global batches.
-        length: prompt + response tokens of each trajectory.
-        microbatch_tokens: bound on a micro-batch, padding included.
+        sizes: see `partition`.
+        microbatch_tokens: bound on the tokens of a micro-batch, in which a prompt counts once for all its responses.
         ranks: processes that share a global batch.
         unit: neighbours that stay in one micro-batch (2 for pairs).
 
     Raises:
         InputError: a unit alone is longer than `microbatch_tokens`.
     """
-    if (longest := unit * length.max()) > microbatch_tokens:
+    if (longest := unit * sizes[1:].sum(axis=0).max()) > microbatch_tokens:
         raise InputError(
             f"data.microbatch_tokens is {microbatch_tokens} but {'a pair' if unit == 2 else 'a trajectory'} takes up "
             f"to {longest} tokens; raise it"
         )
-    runs = (len(partition(length[batch], microbatch_tokens, unit=unit)) for batch in plan)
-    return max(math.ceil(count / ranks) for count in runs)
+    rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit)) for batch in plan)
+    return max(math.ceil(count / ranks) for count in rows)

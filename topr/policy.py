@@ -4,12 +4,15 @@ import warnings
 from pathlib import Path
 from types import MethodType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from topr.attention import NAME, attend, register
 from topr.io import InputError, atomic, first_line
-from topr.logprobs import pad, response_log_probs
+from topr.logprobs import response_log_probs, response_loss
+from topr.packing import pack
 from topr.policy_files import resolve_policy, stored_tensors
 
 FLOATS = ["F16", "BF16", "F32", "F64"]
@@ -45,8 +48,8 @@ def load_policy(policy: str) -> nn.Module:
             raise InputError(f"{told}; set the number of layers right, or take them out of the file")
         warnings.warn(f"{told}: they are left out", stacklevel=2)
     check_weights(model, policy)
-    model.response_log_probs = MethodType(response_log_probs, model)  # a method, which FSDP2 can wrap
-    check_head(model, policy)
+    equip(model)
+    check_forward(model, policy)
     return model
 
 
@@ -68,8 +71,14 @@ def empty_policy(policy: str) -> nn.Module:
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:
         raise InputError(f"policy {policy!r} cannot be loaded as a causal model: {first_line(error)}") from error
-    model.response_log_probs = MethodType(response_log_probs, model)
+    equip(model)
     return model
+
+
+def equip(model: nn.Module) -> None:
+    """Make the forwards of `topr.logprobs` methods, which FSDP2 can wrap."""
+    for forward in (response_log_probs, response_loss):
+        setattr(model, forward.__name__, MethodType(forward, model))
 
 
 def _config(policy: str):
@@ -110,18 +119,57 @@ def check_weights(model: nn.Module, policy: str) -> None:
 
 
 @torch.no_grad()
-def check_head(model: nn.Module, policy: str, bound: float = 1e-3) -> None:
-    """Refuse a model whose own logits differ from what `response_log_probs` takes them to be (scaled heads, say)."""
-    ids = torch.arange(4) % model.config.get_text_config().vocab_size
-    tokens = pad([ids[:3].numpy()], [ids[3:].numpy()]).to(model.device)
-    logits_V = model(ids[None, :3].to(model.device)).logits[0, -1]
-    ours, _ = model.response_log_probs(tokens)
-    difference = (logits_V.float().log_softmax(-1)[ids[3]] - ours[0]).abs().item()
+def check_forward(model: nn.Module, policy: str, bound: float = 1e-3) -> None:
+    """Let the model compute a prompt once for all its responses if it does so rightly, else pad, with a warning.
+
+    Args:
+        model: the policy.
+        policy: its name, for messages.
+        bound: on differences of log-probs, and of hidden states relative to the largest.
+
+    Raises:
+        InputError: the model's own logits are not what `response_log_probs` takes them to be (scaled heads, say).
+    """
+    ids = np.arange(6) % model.config.get_text_config().vocab_size
+    tokens = pack([ids[:3], ids[:3], ids[3:5]], [ids[3:], ids[1:3], ids[5:]]).to(model.device)
+    own = model(tokens.input_ids_L[None, :5]).logits[0, 2:5].float().log_softmax(-1)  # the first prompt and response
+    log_probs, hidden = model.response_log_probs(tokens)
+    difference = (own.gather(1, tokens.target_N[:3, None])[:, 0] - log_probs[:3]).abs().max().item()
     if not difference < bound:
         raise InputError(
             f"policy {policy!r} ({type(model).__name__}) does more to its logits than a projection and a soft cap: "
             f"log-probs differ by {difference:.1e}; choose a model with a plain output projection"
         )
+    implementation, windows = model.config._attn_implementation, []
+
+    def recorded(*arguments, sliding_window: int | None = None, **keywords):
+        windows.append(sliding_window)
+        return attend(*arguments, sliding_window=sliding_window, **keywords)
+
+    try:
+        register(recorded)
+        model.set_attn_implementation(NAME)
+        _, shared = model.response_log_probs(tokens)
+        exact = windows == _windows(model.config.get_text_config())
+        exact = exact and ((shared - hidden).abs().max() <= bound * hidden.abs().max()).item()
+    except Exception:  # whatever a model makes of a keyword that it does not know
+        exact = False
+    finally:
+        register(attend)
+    if not exact:
+        model.set_attn_implementation(implementation)
+        warnings.warn(
+            f"policy {policy!r} ({type(model).__name__}) attends in a way of its own, so trajectories are padded and "
+            "their prompts computed again, which takes more time and memory",
+            stacklevel=2,
+        )
+
+
+def _windows(config) -> list[int | None]:
+    """The sliding window of each layer; layers of another kind, which none of our attention serves, have window 0."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [{"full_attention": None, "sliding_attention": window}.get(kind, 0) for kind in kinds]
 
 
 def end_tokens(model: nn.Module, tokenizer) -> set[int]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from topr.io import InputError, first_line
-from topr.policy import check_head, check_weights, empty_policy, load_policy
+from topr.policy import check_forward, check_weights, empty_policy, load_policy
 from topr.policy_files import resolve_policy, stored_tensors
 from topr.ranks import refuse
 
@@ -66,7 +66,7 @@ def load_sharded(
         refusal = error
     refuse(refusal)
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
-        check_head(model, policy, 0.3 if bfloat16 else 1e-3)  # its own logits are rounded to bfloat16
+        check_forward(model, policy, 0.3 if bfloat16 else 1e-3)  # its own logits are rounded to bfloat16
     model.reshard()  # the root, which waits for a backward
     return model
 
@@ -92,7 +92,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, bfloat16: bool = False, reshard: b
             fully_shard(module, mesh=mesh, mp_policy=kept, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     model.reshard_layers = reshard
-    register_fsdp_forward_method(model, "response_log_probs")
+    for name in ("response_log_probs", "response_loss"):
+        register_fsdp_forward_method(model, name)
 
 
 @contextmanager

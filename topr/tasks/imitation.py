@@ -49,7 +49,8 @@ def imitate(model, tokenizer, demonstrations: Iterator[tuple[str, tuple[str, boo
     """
     import torch
 
-    from topr.logprobs import pad, response_log_probs
+    from topr.logprobs import response_log_probs
+    from topr.packing import pack
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
@@ -58,7 +59,7 @@ def imitate(model, tokenizer, demonstrations: Iterator[tuple[str, tuple[str, boo
         for prompt, (text, finished) in islice(demonstrations, 96):
             prompts.append(np.array(tokenizer(prompt)["input_ids"]))
             responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
-        loss = -response_log_probs(model, pad(prompts, responses))[0].mean()
+        loss = -response_log_probs(model, pack(prompts, responses))[0].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
