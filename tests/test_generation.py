@@ -32,7 +32,7 @@ FAMILIES = {
     "Gemma2": WINDOWS | CAPS,
     "Gemma3Text": WINDOWS,
     "GPTNeoX": {"rotary_pct": 0.5},
-    "GPT2": {"n_positions": 64},
+    "GPT2": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 PROMPTS = [
@@ -203,7 +203,7 @@ def test_nothing_waits_and_a_prompt_is_computed_once(monkeypatch):
 
 
 def test_a_row_that_nobody_takes_stays_within_the_models_positions():
-    model, prompt = make("GPT2", n_positions=len(PROMPTS[2]) + LONGEST - 1), PROMPTS[2]
+    model, prompt = make("GPT2", max_position_embeddings=len(PROMPTS[2]) + LONGEST - 1), PROMPTS[2]
     lengths = [LONGEST - 1] + [10] * 4 + [LONGEST] * 4  # the first row idles while those taken later go on
     (sampled,) = run(model, [prompt], 9, 5, ended=planned(lengths))
     assert [len(ids) for ids in sampled] == lengths
