@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from topr.io import InputError, check_counts
 from topr.policy import end_tokens
@@ -80,7 +80,7 @@ class Sampler(ABC):
 
 
 class LocalSampler(Sampler):
-    """In process, with transformers' `generate`.
+    """In process; a response that ends leaves its row to the next one at once.
 
     Args:
         rows: responses generated side by side; lower it when memory runs out.
@@ -94,39 +94,26 @@ class LocalSampler(Sampler):
     def sample(
         self, model: nn.Module, tokenizer, prompts: list[list[int]], n: int, sampling: Sampling, seed: int
     ) -> list[list[Response]]:
-        from transformers import GenerationConfig
+        from topr.generation import generate, sample_tokens
 
-        ends = end_tokens(model, tokenizer)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        how = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        config = GenerationConfig(
-            do_sample=sampling.temperature > 0,
-            **(how if sampling.temperature > 0 else {}),
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=sorted(ends),
-            pad_token_id=pad,
-        )
+        ends, stop = end_tokens(model, tokenizer), sampling.stop
+        window = max((len(text.encode()) for text in stop), default=0) + 4  # a token may hold a single byte
+
+        def ended(ids: list[int]) -> bool:
+            if ids[-1] in ends or len(ids) == sampling.max_new_tokens:
+                return True
+            # the whole text decides, but is looked at only where its end holds a stop text
+            return bool(stop) and all(
+                any(text in tokenizer.decode(part) for text in stop) for part in (ids[-window:], ids)
+            )
+
+        draw = partial(sample_tokens, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         device = next(model.parameters()).device
-        # prompts of one length stand together, so that little is padded
-        order = sorted((i for i in range(len(prompts)) for _ in range(n)), key=lambda i: len(prompts[i]))
-        responses: list[list[Response]] = [[] for _ in prompts]
         with _plain(model), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(seed)
-            for start in range(0, len(order), self.rows):
-                if self.interrupted():
-                    break
-                rows = order[start : start + self.rows]
-                ids, mask = _pad_left([prompts[i] for i in rows], pad, device)
-                criteria = [partial(_stopped, tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
-                criteria.append(lambda ids, _: torch.full((len(ids),), self.interrupted(), device=ids.device))
-                # weights are whole (see `gathered`): ranks that waited for each other at every token would never end
-                # where one of them has fewer prompts
-                output = model.generate(
-                    ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria, synced_gpus=False
-                )
-                for i, sampled in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
-                    responses[i].append(_cut(sampled, ends, sampling.stop, tokenizer))
-        return responses
+            how = draw, ended, self.interrupted, sampling.max_new_tokens
+            sampled = generate(model, prompts, n, self.rows, *how)
+        return [[Response(ids, ids[-1] in ends) for ids in responses] for responses in sampled]
 
 
 class ServerSampler(Sampler):
@@ -240,20 +227,6 @@ def _plain(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(training)
         model.generation_config = config
-
-
-def _pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return ids, mask
-
-
-def _stopped(tokenizer, stop: list[str], prompt: int, ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
-    """Whether each row's last tokens hold a stop text; transformers' own stop strings need a tokenizer with letters."""
-    window = max(len(text.encode()) for text in stop) + 4  # a token may hold a single byte
-    texts = tokenizer.batch_decode(ids_BT[:, max(prompt, ids_BT.shape[1] - window) :])
-    return torch.tensor([any(text in found for text in stop) for found in texts], device=ids_BT.device)
 
 
 def _cut(ids: list[int], ends: set[int], stop: list[str], tokenizer) -> Response:
