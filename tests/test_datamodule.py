@@ -81,8 +81,7 @@ def test_micro_batches_carry_what_the_file_says(files):
         np.testing.assert_array_equal(part.ref_log_probs_N, np.float32([x for t in rows for x in t.ref_logprobs]))
         assert part.reward_B.tolist() == [t.reward for t in rows]
         assert part.advantage_B.tolist() == [t.reward - 0.25 for t in rows]
-        spans = [span for span in part.tokens.spans if span[3] > span[2]]
-        for (start, end, first, last), t in zip(spans, rows, strict=True):
+        for (start, end, first, last), t in zip(part.tokens.trajectories, rows, strict=True):
             for field, expected in (
                 (part.tokens.input_ids_L, t.prompt_ids + t.response_ids),
                 (part.tokens.position_ids_L, list(range(len(t.prompt_ids) + len(t.response_ids)))),

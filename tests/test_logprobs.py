@@ -108,7 +108,7 @@ def test_a_window_that_the_attention_is_not_told_of_is_padded():
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPTNeoX"])
 @pytest.mark.parametrize("chunk", [2**25, 20 * 64])  # every position at once; 64, fewer than the longest response has
 def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", chunk)
     model = make_model(family, max_position_embeddings=256).double()
     check_forward(model, family)
     prompts, responses = sequences()
@@ -140,7 +140,7 @@ def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk
 @pytest.mark.parametrize("positions", [1, 63, 64, 150])
 @pytest.mark.parametrize("bias", [False, True])
 def test_chunked_head_equals_the_naive_one(monkeypatch, positions, bias):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 0)  # chunks of 64, so that 150 leaves an uneven tail
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 0)  # chunks of 64, so that 150 leaves an uneven tail
     torch.manual_seed(0)
     hidden = torch.randn(positions, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 12, dtype=torch.float64, requires_grad=True)

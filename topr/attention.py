@@ -1,6 +1,7 @@
 """Attention over one row of tokens that holds each prompt once and behind it all its responses, without padding.
 
-Shapes: L tokens of the row, H heads, D of a head; R queries of a span and the K keys that they see.
+Shapes: L tokens of the row, H heads, G of them for keys and values, D of a head; N spans of a bucket, R queries of a
+span and the K keys that they see.
 """
 
 from collections.abc import Callable
@@ -9,10 +10,13 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, from_numpy, nn
+from torch.nn.utils.rnn import pad_sequence
 
 # Queries start:end see themselves, causally, behind the tokens first:last of their prompt (first = last: nothing).
 # A row's spans follow each other without a gap, and a prompt's own comes before those of its responses.
 Span = tuple[int, int, int, int]
+LARGEST_BUCKET, SMALL_BUCKET = 2**18, 2**12  # scores of a head: what stays in a cache, what padding cannot make slow
+HIDDEN = -1e30  # of a score: its weight is 0, and a pad that sees nothing has weights that are no NaN
 NAME = "topr_spans"  # in transformers' registry of attention functions
 
 
@@ -60,8 +64,8 @@ def attend(
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and softcap is None and query.shape[-1] <= 256 and torch.__version__ >= "2.13":
         return _attend_on_gpu(query[0], key[0], value[0], spans, scaling, sliding_window)[None], None
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    return SpanAttention.apply(query[0], key[0], value[0], spans, scaling, sliding_window, softcap)[None], None
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return SpanAttention.apply(*rows, spans, scaling, sliding_window, softcap)[None], None
 
 
 def _attend_as_always(module, query, key, value, mask, scaling, softcap, kwargs) -> tuple[Tensor, None]:
@@ -101,80 +105,103 @@ def _sequences(spans: tuple[Span, ...], device: torch.device) -> tuple[Tensor, T
 
 
 class SpanAttention(torch.autograd.Function):
-    """Attention span by span with matrix products, on any device, in float32 or float64.
+    """Attention with matrix products over buckets of spans of similar size, on any device, in float32 or float64.
 
-    The weights are computed again in the backward: nothing quadratic in length outlives its span. On a CPU this takes
-    about half the time of one fused call a span, whose backward is slow.
+    The weights are computed again in the backward: nothing quadratic in length outlives its bucket. On a CPU this takes
+    half the time of a fused call for each span, whose backward is slow.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, spans, scaling, window, softcap) -> Tensor:
-        ctx.given = spans, scaling, window, softcap
-        query_HLD, key_HLD, value_HLD = (_exact(tensor) for tensor in (query, key, value))
-        out_LHD = query_HLD.new_empty(query.shape[1], query.shape[0], query.shape[2])
+    def forward(ctx, query_LHD, key_LGD, value_LGD, spans, scaling, window, softcap) -> Tensor:
+        ctx.save_for_backward(query_LHD, key_LGD, value_LGD)
+        ctx.buckets, ctx.scores = _buckets(spans, window, query_LHD.device), (scaling, softcap)
+        query, key, value = (_exact(tensor) for tensor in (query_LHD, key_LGD, value_LGD))
+        out_LHD = torch.empty_like(query)
         with torch.autocast(query.device.type, enabled=False):
-            for span in spans:
-                weight_HRK, _ = _weights(query_HLD, key_HLD, span, scaling, window, softcap)
-                out_LHD[span[0] : span[1]].transpose(0, 1).copy_(weight_HRK @ _seen(value_HLD, span))
-        ctx.save_for_backward(query, key, value, out_LHD)
-        return out_LHD.to(query.dtype)
+            for index_NR, index_NK, mask_NRK in ctx.buckets:
+                keys, values = (_by_head(rows, index_NK, key.shape[1]) for rows in (key, value))
+                weight, _ = _weights(_by_head(query, index_NR, key.shape[1]), keys, mask_NRK, *ctx.scores)
+                out_LHD.index_copy_(0, index_NR.flatten(), _by_row(weight @ values, index_NR))
+        return out_LHD[:-1].to(query_LHD.dtype)
 
     @staticmethod
     def backward(ctx, d_out_LHD):
-        *given, out_LHD = ctx.saved_tensors
-        spans, scaling, window, softcap = ctx.given
-        query_HLD, key_HLD, value_HLD = (_exact(tensor) for tensor in given)
-        d_out_HLD = _exact(d_out_LHD).transpose(0, 1)
-        mean_HL1 = (d_out_HLD * out_LHD.transpose(0, 1)).sum(-1, keepdim=True)
-        d_query, d_key, d_value = (torch.empty_like(out_LHD).transpose(0, 1) for _ in range(3))
-        with torch.autocast(query_HLD.device.type, enabled=False):
-            for span in spans:
-                start, end, first, last = span
-                weight_HRK, slope_HRK = _weights(query_HLD, key_HLD, span, scaling, window, softcap)
-                d_out = d_out_HLD[:, start:end]
-                d_score = d_out @ _seen(value_HLD, span).transpose(1, 2)
-                d_score.sub_(mean_HL1[:, start:end]).mul_(weight_HRK)
-                if slope_HRK is not None:
-                    d_score.mul_(slope_HRK)
-                d_query[:, start:end] = d_score @ _seen(key_HLD, span)
-                for gradient, found in (
-                    (d_key, d_score.transpose(1, 2) @ query_HLD[:, start:end]),
-                    (d_value, weight_HRK.transpose(1, 2) @ d_out),
-                ):
-                    gradient[:, start:end] = found[:, last - first :]
-                    gradient[:, first:last] += found[:, : last - first]
-        found = d_query.mul_(scaling), d_key.mul_(scaling), d_value
-        return *(gradient.to(tensor.dtype) for gradient, tensor in zip(found, given, strict=True)), *[None] * 4
+        saved = ctx.saved_tensors
+        query, key, value, d_out = (_exact(tensor) for tensor in (*saved, d_out_LHD))
+        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        heads = key.shape[1]
+        with torch.autocast(query.device.type, enabled=False):
+            for index_NR, index_NK, mask_NRK in ctx.buckets:
+                queries, d_outs = (_by_head(rows, index_NR, heads) for rows in (query, d_out))
+                keys, values = (_by_head(rows, index_NK, heads) for rows in (key, value))
+                weight, slope = _weights(queries, keys, mask_NRK, *ctx.scores)
+                d_value.index_add_(0, index_NK.flatten(), _by_row(weight.transpose(1, 2) @ d_outs, index_NK))
+                d_score = torch._softmax_backward_data(d_outs @ values.transpose(1, 2), weight, -1, weight.dtype)
+                if slope is not None:
+                    d_score.mul_(slope)
+                d_query.index_copy_(0, index_NR.flatten(), _by_row(d_score @ keys, index_NR))
+                d_key.index_add_(0, index_NK.flatten(), _by_row(d_score.transpose(1, 2) @ queries, index_NK))
+        found = d_query.mul_(ctx.scores[0]), d_key.mul_(ctx.scores[0]), d_value
+        return *(gradient[:-1].to(given.dtype) for gradient, given in zip(found, saved, strict=True)), *[None] * 4
 
 
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def _exact(rows_LHD: Tensor) -> Tensor:
+    """Rows in float32 or more, and behind them one of zeros, which pads stand for."""
+    rows_LHD = rows_LHD if rows_LHD.dtype == torch.float64 else rows_LHD.float()
+    return torch.cat((rows_LHD, rows_LHD.new_zeros(1, *rows_LHD.shape[1:])))
 
 
-def _seen(tensor_HLD: Tensor, span: Span) -> Tensor:
-    """Keys or values that a span's queries see, [H, K, D]."""
-    start, end, first, last = span
-    own = tensor_HLD[:, start:end]
-    return torch.cat((tensor_HLD[:, first:last], own), dim=1) if last > first else own
+def _by_head(rows_LHD: Tensor, index_NR: Tensor, groups: int) -> Tensor:
+    """The rows of N spans, [N * groups, heads of a group * R, D]."""
+    (n, r), (_, heads, d) = index_NR.shape, rows_LHD.shape
+    rows = rows_LHD.index_select(0, index_NR.flatten()).view(n, r, groups, heads // groups, d)
+    return rows.permute(0, 2, 3, 1, 4).reshape(n * groups, -1, d)
 
 
-def _weights(query_HLD, key_HLD, span, scaling, window, softcap) -> tuple[Tensor, Tensor | None]:
-    """Softmax of a span's scores [H, R, K], and the slope of their soft cap."""
-    start, end, first, last = span
-    keys = end - start + last - first
-    mask_RK = _mask(-(-keys // 256) * 256, window, query_HLD.dtype, query_HLD.device)[
-        keys - (end - start) : keys, :keys
-    ]
-    query, key = query_HLD[:, start:end], _seen(key_HLD, span).transpose(1, 2)
-    if softcap is None:
-        return torch.baddbmm(mask_RK, query, key, alpha=scaling).softmax(-1), None
-    capped_HRK = torch.tanh(query @ key * (scaling / softcap))
-    return (softcap * capped_HRK + mask_RK).softmax(-1), 1 - capped_HRK.square()
+def _by_row(values: Tensor, index_NR: Tensor) -> Tensor:
+    """Inverse of `_by_head`: [N * R, H, D]."""
+    (n, r), d = index_NR.shape, values.shape[-1]
+    return values.reshape(n, -1, r, d).transpose(1, 2).reshape(n * r, -1, d)
 
 
-@lru_cache(maxsize=8)
-def _mask(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where a query sees a key, -infinity elsewhere, [size, size]."""
-    ones = torch.ones(size, size, dtype=torch.bool, device=device)
-    hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
-    return torch.zeros(size, size, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+def _weights(queries, keys, mask_NRK, scaling, softcap) -> tuple[Tensor, Tensor | None]:
+    """Softmax of the scores, shaped as they are, and the slope of their soft cap."""
+    score, slope = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling), None
+    if softcap is not None:
+        capped = torch.tanh(score / softcap)
+        score, slope = softcap * capped, 1 - capped.square()
+    n, r, k = mask_NRK.shape
+    score.view(n, -1, r, k).add_(mask_NRK[:, None])
+    return score.softmax(-1), slope
+
+
+@lru_cache(maxsize=4)  # each layer asks, forward and backward
+def _buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Spans of similar size: rows of their queries [N, R] and keys [N, K], padded by the row behind the last, and
+    0 where a query sees a key, `HIDDEN` elsewhere [N, R, K].
+    """
+    nowhere = spans[-1][1]
+    sized = sorted((end - start + last - first, end - start, i) for i, (start, end, first, last) in enumerate(spans))
+    groups, area = [], 0
+    for keys, queries, i in sized:
+        area += keys * queries
+        r = max(queries, *(spans[j][1] - spans[j][0] for j in groups[-1])) if groups else queries
+        padded = (len(groups[-1]) + 1) * r * keys if groups else 0
+        if groups and padded <= LARGEST_BUCKET and (padded <= 1.2 * area or padded <= SMALL_BUCKET):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            area = keys * queries
+    return [_bucket([spans[i] for i in group], window, nowhere, device) for group in groups]
+
+
+def _bucket(spans: list[Span], window: int | None, nowhere: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    rows = [torch.arange(start, end) for start, end, *_ in spans]
+    keys = [torch.cat((torch.arange(*span[2:]), own)) for span, own in zip(spans, rows, strict=True)]
+    index_NR, index_NK = (pad_sequence(found, batch_first=True, padding_value=nowhere) for found in (rows, keys))
+    before_N11 = torch.tensor([last - first for *_, first, last in spans])[:, None, None]
+    query_R1, key_K = torch.arange(index_NR.shape[1])[:, None], torch.arange(index_NK.shape[1])
+    distance_NRK = query_R1 + before_N11 - key_K
+    hidden_NRK = distance_NRK < 0 if window is None else (distance_NRK < 0) | (distance_NRK >= window)
+    mask_NRK = torch.zeros(hidden_NRK.shape).masked_fill_(hidden_NRK, HIDDEN)
+    return index_NR.to(device), index_NK.to(device), mask_NRK.to(device)

@@ -17,7 +17,8 @@ from topr.attention import NAME
 from topr.losses import Loss, LossOutput
 from topr.packing import Tokens, pack, partition
 
-CHUNK_LOGITS = 2**25  # logits held at once: 256 positions of a 128k vocabulary, every position of a tiny one
+# logits held at once: 128 positions of a 128k vocabulary on a CPU, 2,048 on a GPU, whose products want more rows
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 
 
 def response_log_probs(model: nn.Module, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def _hidden(model: nn.Module, tokens: Tokens) -> Tensor:
         ).last_hidden_state
         return hidden_1LD[0].index_select(0, tokens.position_N)
     # one padded row a trajectory; causal attention keeps the pads on the right out of every real token
-    rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.spans if last > first]
+    rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.trajectories]
     columns = max(map(len, rows))
     ends = [i * columns + len(row) - 1 for i, row in enumerate(rows)]
     position_N = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, tokens.lengths, strict=True)])
@@ -103,7 +104,7 @@ def token_log_probs(
 
 def _chunk(weight_VD: Tensor) -> int:
     """Positions whose logits are held at once."""
-    return max(64, CHUNK_LOGITS // len(weight_VD))
+    return max(64, CHUNK_LOGITS[weight_VD.device.type] // len(weight_VD))
 
 
 def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]]:

@@ -80,8 +80,9 @@ class Monitor:
         statistics = (
             training_statistics(rows) | {"gradient/norm": float(self.norm)} | self.speed.read(trainer.world_size)
         )
-        self.module.log_dict(statistics, logger=False, rank_zero_only=True)  # for callbacks
-        for logger in self.module.loggers:  # Lightning's own way repeats an earlier figure where one is absent
+        # Lightning's own way takes a fifth of a tiny model's time, and repeats an earlier figure where one is absent
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
+        for logger in self.module.loggers:
             logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
         self.module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):

@@ -3,6 +3,7 @@
 Shapes: B trajectories, L tokens of the row that holds them, N response tokens laid end to end.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Tokens(NamedTuple):
 
     input_ids_L: Tensor
     position_ids_L: Tensor
-    spans: tuple[Span, ...]  # what each token attends to
+    trajectories: tuple[Span, ...]  # start and end of each response, start and end of its prompt
     position_N: Tensor  # place in the row of the token that predicts each response token
     target_N: Tensor  # the response tokens
     length_B: Tensor  # response tokens of each trajectory
@@ -30,7 +31,20 @@ class Tokens(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Response tokens of each trajectory, known without waiting for a device."""
-        return [end - start for start, end, first, last in self.spans if last > first]
+        return [end - start for start, end, *_ in self.trajectories]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What each token attends to."""
+        spans, sharing = [], Counter(first for *_, first, _ in self.trajectories)
+        for start, end, first, last in self.trajectories:
+            if sharing[first] == 1:  # prompt and response are one text
+                spans.append((first, end, first, first))
+                continue
+            if start == last:
+                spans.append((first, last, first, first))
+            spans.append((start, end, first, last))
+        return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":
         return Tokens(*(field.to(device) if isinstance(field, Tensor) else field for field in self))
@@ -41,17 +55,16 @@ def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Toke
 
     Neighbours with equal prompts share one.
     """
-    ids, positions, spans, predicting = [], [], [], []
+    ids, positions, trajectories, predicting = [], [], [], []
     first = last = end = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not i or not np.array_equal(prompt, prompts[i - 1]):
-            first, last = end, end + len(prompt)
-            spans.append((first, last, first, first))
+            first, end = end, end + len(prompt)
+            last = end
             ids.append(prompt)
             positions.append(np.arange(len(prompt)))
-            end = last
         start, end = end, end + len(response)
-        spans.append((start, end, first, last))
+        trajectories.append((start, end, first, last))
         ids.append(response)
         positions.append(np.arange(len(prompt), len(prompt) + len(response)))
         # the first response token is predicted by the prompt's last, each other by the one before it
@@ -60,7 +73,7 @@ def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Toke
     return Tokens(
         from_numpy(row),
         from_numpy(np.concatenate(positions)),
-        tuple(spans),
+        tuple(trajectories),
         from_numpy(np.concatenate(predicting)),
         from_numpy(target),
         torch.tensor([len(response) for response in responses]),
