@@ -123,9 +123,9 @@ class Rows:
 
     def step(self) -> Tensor:
         """Compute the newest token of every row; logits_RV of the next ones."""
-        free = self.free()
-        if self.cursor == self.columns or 4 * len(free) > len(self.start):  # in steps, since it copies the buffers
-            self._move([row for row in range(len(self.start)) if row not in set(free)])
+        taken = [row for row, ids in enumerate(self.responses) if ids is not None]
+        if self.cursor == self.columns or len(taken) < 0.75 * len(self.start):  # in steps, since it copies the buffers
+            self._move(taken)
         self.first = min(self.start)
         start_R = torch.tensor(self.start, device=self.device)
         column_C = torch.arange(self.first, self.cursor + 1, device=self.device)
