@@ -58,9 +58,12 @@ def lengths(rng: np.random.Generator, mean: float, count: int, most: int) -> np.
 
 def ours(args: argparse.Namespace) -> None:
     """Train by the project's own trainer, module and data module, as `train.py fit` does."""
+    # some are loaded later otherwise, as the peers' are loaded before their turns begin
+    import datasets  # noqa: F401
     import pyarrow.parquet as pq
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401 - else loaded later
+    import torch.utils.tensorboard  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import TensorBoardLogger
 
