@@ -62,7 +62,7 @@ def ours(args: argparse.Namespace) -> None:
     import datasets  # noqa: F401
     import pyarrow.parquet as pq
     import torch
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
     import transformers.models.llama.modeling_llama  # noqa: F401
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import TensorBoardLogger
