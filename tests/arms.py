@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-# Beside files and sizes; an option that keeps a prompt's trajectories in one global batch belongs here.
-OURS = {"microbatch_tokens": 1024}  # of 1024, 2048 and 4096 the fastest on one core
+# Beside files and sizes: rows that hold a prompt with its four responses, as batches of the peers do.
+OURS = {"microbatch_tokens": 1024, "whole_groups": True}
 ENDS = 5  # of the 512 tokens, near enough equally likely, end a sampled response
 
 
