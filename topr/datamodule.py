@@ -147,9 +147,9 @@ class TrajectoryDataModule(LightningDataModule):
         table, loss = self.rows.data.table, self.trainer.lightning_module.loss
         self.reward = table["reward"].to_numpy()
         lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
-        self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths))
-        groups = table["group"].dictionary_encode().unify_dictionaries()
-        self.group = np.concatenate([chunk.indices.to_numpy() for chunk in groups.chunks])
+        self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
+        # a dictionary of each of its chunks would be made anew for all of them
+        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
         self.advantage = loss.advantages(self.reward, self.group)
         self.grouping = "group" if loss.grouping == "none" and self.whole_groups else loss.grouping
         # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch

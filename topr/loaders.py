@@ -107,5 +107,5 @@ def _lists(column: pa.Array | pa.ChunkedArray) -> list[np.ndarray]:
 
 def numbered(column: pa.ChunkedArray) -> np.ndarray:
     """An integer for each row of a column of lists, equal for equal lists, the same on every rank."""
-    digests = [blake2b(ids.tobytes(), digest_size=8).digest() for chunk in column.chunks for ids in _lists(chunk)]
+    digests = [b"".join(blake2b(ids, digest_size=8).digest() for ids in _lists(chunk)) for chunk in column.chunks]
     return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]
