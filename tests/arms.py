@@ -12,8 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-# Beside files and sizes: rows that hold a prompt with its four responses, as batches of the peers do.
-OURS = {"microbatch_tokens": 1024, "whole_groups": True}
 ENDS = 5  # of the 512 tokens, near enough equally likely, end a sampled response
 
 
@@ -56,6 +54,14 @@ def lengths(rng: np.random.Generator, mean: float, count: int, most: int) -> np.
     return np.clip(drawn.round().astype(int), 4, most)
 
 
+def trajectories(args: argparse.Namespace, files: str):
+    """The project's data module; batches keep the four responses to a prompt together, as those of the peers do."""
+    from topr.datamodule import TrajectoryDataModule
+
+    sizes = {"batch_size": args.batch_size, "microbatch_tokens": args.microbatch_tokens}
+    return TrajectoryDataModule(train=str(args.folder / files), whole_groups=True, **sizes)
+
+
 def ours(args: argparse.Namespace) -> None:
     """Train by the project's own trainer, module and data module, as `train.py fit` does."""
     # some are loaded later otherwise, as the peers' are loaded before their turns begin
@@ -67,7 +73,6 @@ def ours(args: argparse.Namespace) -> None:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
     from topr.module import PolicyModule
     from topr.tasks import Arithmetic
@@ -93,7 +98,7 @@ def ours(args: argparse.Namespace) -> None:
         logger=TensorBoardLogger(args.folder / "runs"), callbacks=[Epochs()],
     ).fit(
         PolicyModule(str(args.folder / "policy"), Arithmetic(), TOPR(), optimizer, threads=1),
-        TrajectoryDataModule(train=str(args.folder / "train.parquet"), batch_size=args.batch_size, **OURS),
+        trajectories(args, "train.parquet"),
     )  # fmt: skip
 
 
@@ -138,7 +143,6 @@ def load(args: argparse.Namespace) -> None:
     """Check, map and plan trajectories, load the first micro-batches, and print CPU time and memory of no file."""
     from lightning.pytorch.trainer.states import TrainerFn
 
-    from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
 
     took, start, clock = {}, resident("RssAnon"), time.process_time()
@@ -147,7 +151,7 @@ def load(args: argparse.Namespace) -> None:
         nonlocal clock
         took[name], clock = time.process_time() - clock, time.process_time()
 
-    data = TrajectoryDataModule(train=str(args.folder / "*.parquet"), batch_size=args.batch_size, **OURS)
+    data = trajectories(args, "*.parquet")
     data.trainer = SimpleNamespace(
         world_size=1, global_rank=0, current_epoch=0, max_epochs=2, max_steps=-1, accumulate_grad_batches=1,
         state=SimpleNamespace(fn=TrainerFn.FITTING),
@@ -172,6 +176,7 @@ def main() -> None:
     parser.add_argument("arm", choices=arms)
     parser.add_argument("folder", type=Path, help="made by benchmark.py")
     parser.add_argument("--batch-size", type=int, default=64, help="trajectories of an update; rows of a sampler")
+    parser.add_argument("--microbatch-tokens", type=int, default=1024)
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
     arms[args.arm](args)

@@ -1,7 +1,7 @@
 """Speed and memory of training against TRL's KTO, DPO, GRPO and SFT trainers on the same stored trajectories.
 
 python3.11 -m venv peers && peers/bin/pip install -r tests/requirements-peers.txt
-python tests/benchmark.py --python peers/bin/python         # training and sampling, half an hour; --quick for a minute
+python tests/benchmark.py --python peers/bin/python         # training and sampling, an hour; --quick for a minute
 python tests/benchmark.py data --sizes 1000,1000000         # the data path: planning, loading, memory
 
 Every arm is a process of its own with one thread. All train an epoch to warm up, then take turns, an epoch each, round
@@ -34,11 +34,11 @@ MODELS = {  # Llama shapes: 2.0, 35.2 and 35.9 million parameters
     | {"tie_word_embeddings": True},
 }
 DATA = {"gsm": (100, 150), "short": (100, 30)}  # mean tokens of a prompt, of a response
-CASES = {  # trajectories of an epoch, of an update
-    ("tiny", "gsm"): (128, 32),
-    ("tiny", "short"): (256, 16),
-    ("v32k", "gsm"): (32, 16),
-    ("v128k", "gsm"): (16, 16),
+CASES = {  # trajectories of an epoch, of an update; tokens of a row of ours, a little slower and smaller for v32k
+    ("tiny", "gsm"): (128, 32, 1536),
+    ("tiny", "short"): (256, 16, 1024),
+    ("v32k", "gsm"): (32, 16, 768),
+    ("v128k", "gsm"): (16, 16, 1024),
 }
 
 
@@ -185,11 +185,14 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
     for (model, data), sizes in CASES.items():
         if model in args.models.split(",") and data in args.data.split(","):
             folder = root / f"{model}-{data}"
-            count, batch_size = (8, 8) if args.quick else sizes
+            count, batch_size, row = (8, 8, 1024) if args.quick else sizes
             about = make_trajectories(folder, model, data, count)
             how = [folder, "--batch-size", batch_size, "--epochs", args.rounds + 1]
-            commands = {"ours": [sys.executable, HERE / "arms.py", "ours", *how]}
-            commands |= {peer: [args.python, HERE / "peers.py", peer, *how] for peer in args.peers.split(",") if peer}
+            commands = {"ours": [sys.executable, HERE / "arms.py", "ours", *how, "--microbatch-tokens", row]}
+            for peer in filter(None, args.peers.split(",")):
+                name, _, per_device = peer.partition("@")
+                command = [args.python, HERE / "peers.py", name, *how]
+                commands[peer] = command + (["--per-device", per_device] if per_device else [])
             results += alternate(f"{model} {data}", commands, args.rounds, folder, about)
     return results
 
@@ -230,7 +233,10 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="train, sample (both by default), data")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--data", default=",".join(DATA))
-    parser.add_argument("--peers", default="kto,dpo,grpo,sft", help="kto+ref, dpo+ref: reference scored beforehand")
+    peers = (
+        "name@8: 8 trajectories a forward, TRL's default, not the fastest; kto+ref, dpo+ref: reference scored before"
+    )
+    parser.add_argument("--peers", default="kto,kto@8,dpo,dpo@8,grpo,sft", help=peers)
     parser.add_argument("--python", default=sys.executable, help="that of the environment that holds the peers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=32, help="responses that are sampled side by side")

@@ -140,6 +140,10 @@ class PolicyModule(LightningModule):
         self.monitor.collect(output, hidden_ND, batch)
         return total
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer, *closure: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, *closure)
+        optimizer.zero_grad()  # Lightning would keep the gradients through the next forward
+
     def on_after_backward(self) -> None:
         self.monitor.after_backward()
 
