@@ -7,7 +7,9 @@ from conftest import ROOT
 
 LAYERS = [
     {
-        "io", "losses", "attention", "packing", "logprobs", "trajectories", "importing", "report", "metrics", "policy",
+        "io", "losses", "losses.loss", "losses.shares", "losses.tapered", "losses.clipped", "losses.groups",
+        "losses.weighted", "losses.preference", "attention", "packing",
+        "logprobs", "trajectories", "importing", "report", "metrics", "policy",
         "policy_files", "tokenizer", "rows", "lora", "plan",
         "sharding", "ranks", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },

@@ -1,17 +1,20 @@
 """The commands end to end on a tiny policy: fit, validate, test, predict, evaluate, and what they write."""
 
+import inspect
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, make_policy, make_trajectories, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import train
+from topr import losses
 from topr.policy import load_policy
 from topr.policy_files import policy_fingerprint
 from topr.tasks import Arithmetic
@@ -40,18 +43,32 @@ def test_every_shipped_config_is_parsed_by_its_door(run, config):
 
 
 def test_loss_overlays_write_every_argument():
-    import inspect
-
-    import yaml
-
-    from topr import losses
-
     overlays = sorted((ROOT / "configs" / "loss").glob("*.yaml"))
-    assert len(overlays) == 5
+    assert {path.stem for path in overlays} >= {"topr", "ppo", "dpo", "red_drop"}
     for path in overlays:
         loss = yaml.safe_load(path.read_text())["model"]["loss"]
         kind = getattr(losses, loss["class_path"].removeprefix("topr.losses."))
         assert set(loss["init_args"]) == set(inspect.signature(kind).parameters)
+
+
+@pytest.mark.parametrize("overlay", sorted((ROOT / "configs" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_loss_trains_by_its_overlay(run, setting, overlay):
+    policy, arguments = setting
+    code, out, err = run(
+        train.main, "fit", *arguments, "--config", overlay, "--data.batch_size=8", "--data.val=null",
+        "--data.test=null", "--trainer.log_every_n_steps=1")  # fmt: skip
+    assert code == 0, err
+    folder = run.folder / "runs" / "arithmetic" / "version_0"
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    kind = getattr(losses, yaml.safe_load(overlay.read_text())["model"]["loss"]["class_path"].split(".")[-1])
+    trajectories = read_trajectories(run.folder / "train.parquet")
+    if kind.grouping == "group" and kind is not losses.AsymRE:  # which moves away from groups of equal rewards, too
+        rewards = [[t.reward for t in trajectories if t.group == str(group)] for group in range(6)]
+        silent = sum(event.value for event in events.Scalars("train/groups_without_signal"))
+        assert silent == sum(len(set(group)) == 1 for group in rewards)
+    before, after = load_policy(str(policy)).state_dict(), load_policy(str(folder / "policy")).state_dict()
+    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert 1e-5 < moved < 1e-2
 
 
 def test_fit_writes_policy_summary_and_events(run, setting):

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from topr.evaluation import check_prompts, missing_parts
 from topr.io import InputError, check_counts, check_folder, first_line
 from topr.loaders import ProblemLoader, TrainLoader, numbered
-from topr.losses import advantage_share
+from topr.losses import advantage_share, silent_groups
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy_files import vocabulary_and_context
 from topr.ranks import refuse
@@ -150,26 +150,27 @@ class TrajectoryDataModule(LightningDataModule):
         self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
         # a dictionary of each of its chunks would be made anew for all of them
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        self.advantage = loss.advantages(self.reward, self.group)
         self.grouping = "group" if loss.grouping == "none" and self.whole_groups else loss.grouping
         # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch
         self.trainer.reload_dataloaders_every_n_epochs = 1
         if self.val is None:
             self.trainer.limit_val_batches = 0
-        shares = self.shares()
+        shares, silent = self.shares(), silent_groups(self.advantage(0), self.group)
+        told = f", {silent} of them without a gradient" if loss.grouping == "group" else ""
         rank_zero_info(
-            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups, {self.sizes[2].sum()} response tokens, "
-            f"mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
+            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups{told}, {self.sizes[2].sum()} response "
+            f"tokens, mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
             f"{shares['effective_positive_share']:.1%} at baseline {shares['baseline']:.3g}; {len(self.plan(0))} "
             f"updates an epoch of {self.microbatches(0)} micro-batch(es)"
         )
 
     def shares(self) -> dict[str, float]:
         """The share p of positives, the effective share, and the mean of what was subtracted from the rewards."""
+        advantage = self.advantage(0)
         return {
-            "positive_share": float((self.advantage >= 0).mean()),
-            "effective_positive_share": advantage_share(self.advantage),
-            "baseline": float(np.mean(self.reward.astype(np.float64) - self.advantage)),
+            "positive_share": float((advantage >= 0).mean()),
+            "effective_positive_share": advantage_share(advantage),
+            "baseline": float(np.mean(self.reward.astype(np.float64) - advantage)),
         }
 
     @property
@@ -178,11 +179,16 @@ class TrajectoryDataModule(LightningDataModule):
         return 2 if self.grouping == "pair" else 1
 
     @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
+    def advantage(self, epoch: int) -> np.ndarray:
+        """Advantages in an epoch: some losses draw other ones in each."""
+        return self.trainer.lightning_module.loss.advantages(self.reward, self.group, self.seed, epoch)
+
+    @lru_cache(maxsize=1)  # noqa: B019
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The global batches of an epoch."""
         return epoch_plan(
             self.group,
-            self.advantage >= 0,
+            self.advantage(epoch) >= 0,
             batch_size=self.batch_size,
             grouping=self.grouping,
             seed=self.seed,

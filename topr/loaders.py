@@ -72,7 +72,7 @@ class _MicroBatches(Dataset):
     """Every micro-batch of one rank in one epoch, by number; `count` of them make a global batch."""
 
     def __init__(self, data, epoch: int):
-        self.rows, self.sizes, self.advantage, self.unit = data.rows, data.sizes, data.advantage, data.unit
+        self.rows, self.sizes, self.advantage, self.unit = data.rows, data.sizes, data.advantage(epoch), data.unit
         self.plan, self.count = data.plan(epoch), data.microbatches(epoch)
         self.rank, self.ranks = data.trainer.global_rank, data.trainer.world_size
 

@@ -130,7 +130,7 @@ class PolicyModule(LightningModule):
         # micro-batches and ranks cannot change the update. The trainer divides by its micro-batches per step, the
         # strategy averages over ranks; both are cancelled here.
         scale_B = batch.real_B / batch.divisor * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
-        if self.loss.grouping == "none":  # each trajectory's loss depends on it alone
+        if self.loss.grouping != "pair":  # each trajectory's loss depends on it alone
             given = self.loss, batch.ref_log_probs_N, batch.advantage_B, scale_B
             total, output, hidden_ND = self.policy.response_loss(tokens, *given)
         else:

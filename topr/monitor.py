@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from topr.io import InputError
 from topr.loaders import MicroBatch
-from topr.losses import LossOutput, sum_tokens
+from topr.losses import LossOutput, silent_groups, sum_tokens
 from topr.metrics import training_statistics
 from topr.packing import Tokens
 from topr.policy_files import policy_fingerprint
@@ -80,6 +80,9 @@ class Monitor:
         statistics = (
             training_statistics(rows) | {"gradient/norm": float(self.norm)} | self.speed.read(trainer.world_size)
         )
+        if self.module.loss.grouping == "group":
+            group = trainer.datamodule.group[rows["trajectory"].astype(int)]
+            statistics["train/groups_without_signal"] = silent_groups(rows["advantage"], group)
         # Lightning's own way takes a fifth of a tiny model's time, and repeats an earlier figure where one is absent
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
         for logger in self.module.loggers:
