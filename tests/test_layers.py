@@ -15,7 +15,7 @@ LAYERS = [
     },
     {
         "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.imitation", "tasks.gsm8k",
-        "tasks.math", "tasks.verifier", "datamodule", "loaders", "generation", "sampling", "evaluation",
+        "tasks.math", "tasks.verifier", "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
 ]  # fmt: skip

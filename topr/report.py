@@ -107,7 +107,7 @@ def _origin(files: list[str], metadata: list[dict]) -> list[str]:
         f"files             {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}, {size / 1e6:,.1f} MB",
         f"task              {known('task')}, iteration {known('iteration')}",
         f"policy            {known('policy')}, tokenizer {known('tokenizer')}, scored in {known('precision')}",
-        f"sampling          {known('sampling')}",
+        f"sampling          {known('sampling')}".replace(", curation: ", "\ncuration          "),
     ]
 
 

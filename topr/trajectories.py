@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from topr.losses import LARGEST
 from topr.rows import load_json, open_parquet, resolve_files
 
 SCHEMA_VERSION = 1
+ROW_GROUP = 4096
 SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
@@ -77,17 +79,24 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], met
         trajectories: the rows.
         metadata: values of `METADATA_KEYS` beside `schema`; absent ones become null.
     """
+    rows = map(asdict, trajectories)
+    parts = iter(lambda: list(islice(rows, ROW_GROUP)), [])
+    write_tables(path, (pa.Table.from_pylist(part, SCHEMA) for part in parts), metadata)
+
+
+def write_tables(path: str | Path, tables: Iterable[pa.Table], metadata: dict[str, Any]) -> None:
+    """`write_trajectories` for rows that are tables in the columns of `SCHEMA`; small ones share a row group."""
     known = {key: metadata.get(key) for key in METADATA_KEYS} | {"schema": SCHEMA_VERSION}
     schema = SCHEMA.with_metadata({"topr": json.dumps(known)})
     how = {"compression": "zstd", "write_page_checksum": True}
     with atomic(path) as temporary, pq.ParquetWriter(temporary, schema, **how) as writer:
-        rows: list[dict] = []
-        for trajectory in trajectories:
-            rows.append(asdict(trajectory))
-            if len(rows) == 4096:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                rows = []
-        writer.write_table(pa.Table.from_pylist(rows, schema))
+        waiting = [schema.empty_table()]
+        for table in tables:
+            waiting.append(pa.Table.from_arrays(table.columns, schema=schema))
+            if sum(map(len, waiting)) >= ROW_GROUP:
+                writer.write_table(pa.concat_tables(waiting))
+                waiting = [schema.empty_table()]
+        writer.write_table(pa.concat_tables(waiting))
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
