@@ -27,13 +27,16 @@ from topr.policy import load_policy
 from topr.ranks import end_with_parent, gather, rank
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
+from topr.tasks.demonstrations import Filler
 from topr.tasks.task import Problem, Task
 from topr.tokenizer import load_tokenizer, provenance
 from topr.trajectories import Trajectory, read_trajectories, write_trajectories
 
+STRONG = Arithmetic(operations=(2, 5), filler=Filler())  # as far as grades and the length of responses go
 # name: task, its problems, the verifier of its solutions
 BENCHMARKS = {
     "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
+    "arithmetic_strong": (STRONG, "data/arithmetic/strong/test.jsonl", ArithmeticVerifier(balance=False)),
     "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
     "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
 }

@@ -14,8 +14,9 @@ LAYERS = [
         "sharding", "ranks", "server", "tasks.latex", "tasks.judge", "tasks.equivalence",
     },
     {
-        "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.imitation", "tasks.gsm8k",
-        "tasks.math", "tasks.verifier", "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
+        "tasks", "tasks.task", "tasks.arithmetic", "tasks.arithmetic_verifier", "tasks.demonstrations",
+        "tasks.imitation", "tasks.making", "tasks.gsm8k", "tasks.math", "tasks.verifier",
+        "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
 ]  # fmt: skip

@@ -1,49 +1,39 @@
 """The embedded task: left-to-right arithmetic, with a base policy small enough to ship and to train on a laptop.
 
-Prompt `9+3*2-4>`, response `9+3=12;12*2=24;24-4=20;#20` and the end token. This command makes everything anew:
+Prompt `9+3*2-4>`, response `9+3=12;12*2=24;24-4=20;#20` and the end token. These commands make everything anew, of
+the quick setting and of one with a strong base policy and high entropy (data/README.md has their arguments in full):
 
-    python -m topr.tasks.arithmetic --seed 0 --out data/arithmetic
+    python -m topr.tasks.arithmetic --out data/arithmetic
+    python -m topr.tasks.arithmetic --config configs/arithmetic_strong.yaml --out data/arithmetic/strong
 """
 
 import argparse
 import hashlib
-import json
-import operator
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
+from topr.io import ArgumentParser, InputError, check_counts, check_file, check_folder, command, first_line
 from topr.sampling import Sampling
-from topr.tasks.imitation import imitate, make_model, make_tokenizer
+from topr.tasks.demonstrations import APPLY, Errors, Filler, demonstrate
 from topr.tasks.task import Grade, Problem, Task
-
-APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-MAX_NEW_TOKENS = 40
-
-
-@dataclass
-class Errors:
-    """Rates of error in the demonstrations that the base policy imitates."""
-
-    direct: float = 0.20  # answer without steps
-    missing: float = 0.12  # steps without answer
-    digit: float = 0.06  # per step: a wrong result
-    skip: float = 0.06  # per step: the operand is left out
-    loop: float = 0.06  # per step: it is repeated for ever
 
 
 class Arithmetic(Task):
     """Left-to-right arithmetic on small integers, every intermediate value between 0 and `largest`.
 
     Args:
-        operations: fewest and most operations of a problem, drawn uniformly.
+        operations: fewest and most operations of a problem.
         operands: smallest and largest operand.
         largest: bound on every intermediate value.
         operators: drawn uniformly; a repeated one is as much likelier.
+        weights: of each number of operations, from the fewest to the most; all equal by default.
+        filler: wording of the demonstrations around their steps; none by default.
+        errors: of the demonstrations.
 
     Raises:
         InputError: the ranges admit no problem.
@@ -51,7 +41,9 @@ class Arithmetic(Task):
 
     name = "arithmetic"
     requires_end = True
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS)
+    weights: list[float] | None = None
+    filler: Filler | None = None
+    errors = Errors()
 
     def __init__(
         self,
@@ -59,6 +51,9 @@ class Arithmetic(Task):
         operands: tuple[int, int] = (1, 9),
         largest: int = 99,
         operators: str = "++-*",
+        weights: list[float] | None = None,
+        filler: Filler | None = None,
+        errors: Errors | None = None,
     ):
         if not (1 <= operations[0] <= operations[1] and 0 <= operands[0] <= operands[1] <= largest):
             raise InputError(
@@ -67,7 +62,30 @@ class Arithmetic(Task):
             )
         if not operators or set(operators) - set(APPLY):
             raise InputError(f"Arithmetic: operators {operators!r} must be taken from {''.join(APPLY)!r}")
+        if weights is not None and not (
+            len(weights) == operations[1] - operations[0] + 1 and min(weights) >= 0 and 0 < sum(weights) < math.inf
+        ):
+            raise InputError(
+                f"Arithmetic: weights {weights} must be one number from 0 for each of {operations[0]} to "
+                f"{operations[1]} operations, and not all 0"
+            )
         self.operations, self.operands, self.largest, self.operators = operations, operands, largest, operators
+        # only what is given: the attributes describe a task, and these have no part in what was sampled without them
+        given = {"weights": weights, "filler": filler, "errors": errors}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
+
+    @property
+    def sampling(self) -> Sampling:
+        """With room for the longest right response, and a little more."""
+        digits = len(str(self.largest))
+        step = 2 * digits + len(str(self.operands[1])) + 3 + (self.filler.length if self.filler else 0)
+        longest = self.operations[1] * step + digits + 6
+        return Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest)
+
+    @property
+    def symbols(self) -> list[str]:
+        """What its demonstrations hold that those of the default do not."""
+        return self.filler.extra if self.filler else []
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the response ends in `#` and the answer; invalid unless it holds exactly one numeric `#answer`."""
@@ -87,7 +105,7 @@ class Arithmetic(Task):
         for _ in range(1000):
             value = int(rng.choice(operands))
             prompt = str(value)
-            for _ in range(rng.integers(self.operations[0], self.operations[1] + 1)):
+            for _ in range(self._count(rng)):
                 steps = [(s, n) for s in self.operators for n in operands if 0 <= APPLY[s](value, n) <= self.largest]
                 if not steps:
                     break
@@ -99,6 +117,11 @@ class Arithmetic(Task):
             f"Arithmetic: operands {self.operands}, operators {self.operators!r} and largest = {self.largest} leave no "
             "problem; widen them"
         )
+
+    def _count(self, rng: np.random.Generator) -> int:
+        if self.weights is None:
+            return rng.integers(self.operations[0], self.operations[1] + 1)
+        return self.operations[0] + rng.choice(len(self.weights), p=np.array(self.weights) / sum(self.weights))
 
     def distinct(self, split: str, count: int, rng: np.random.Generator) -> list[Problem]:
         """`count` different problems of a split: train, val, test or base (what the base policy learns from).
@@ -124,31 +147,7 @@ class Arithmetic(Task):
 
     def demonstration(self, prompt: str, errors: Errors, rng: np.random.Generator) -> tuple[str, bool]:
         """An imperfect solution and whether it ends, the base policy's training text."""
-        first, *rest = re.findall(r"[0-9]+|[-+*]", prompt)
-        value, steps = int(first), []
-        direct, missing = rng.random() < errors.direct, rng.random() < errors.missing
-        for symbol, operand in zip(rest[::2], rest[1::2], strict=True):
-            right = APPLY[symbol](value, int(operand))
-            event = rng.random() if not direct else 1.0
-            if event < errors.skip:
-                continue
-            if event < errors.skip + errors.digit:
-                right = _wrong_digit(right, rng)
-            step = f"{value}{symbol}{operand}={right};"
-            if 1 - errors.loop <= event < 1.0:
-                return ("".join(steps) + step * MAX_NEW_TOKENS)[:MAX_NEW_TOKENS], False
-            steps.append(step)
-            value = right
-        if direct:
-            return f"#{value}", True
-        return "".join(steps) + ("" if missing else f"#{value}"), True
-
-
-def _wrong_digit(value: int, rng: np.random.Generator) -> int:
-    digits = list(str(abs(value)))
-    position = rng.integers(len(digits))
-    digits[position] = str((int(digits[position]) + rng.integers(1, 10)) % 10)
-    return int("".join(digits)) * (-1 if value < 0 else 1)
+        return demonstrate(prompt, errors, self.filler, self.sampling.max_new_tokens, rng)
 
 
 def split_of(prompt: str) -> str:
@@ -157,42 +156,34 @@ def split_of(prompt: str) -> str:
     return {0: "val", 1: "test", 2: "train", 3: "train"}.get(bucket, "base")
 
 
-def make(task: Arithmetic, out: Path, seed: int, steps: int, problems: dict[str, int], samples: int) -> None:
-    """Write base policy, problems of every split and graded, scored trajectories of the train split under `out`."""
-    import torch
+def configured(config: Path | None, given: dict[str, Any]) -> Arithmetic:
+    """The task of an experiment's config, or the default one, with the arguments given in place of its own.
 
-    from topr.evaluation import sample_and_grade
-    from topr.policy import export_policy
-    from topr.report import report
-    from topr.sampling import LocalSampler
-    from topr.tokenizer import provenance
-    from topr.trajectories import add_log_probs, write_trajectories
+    Raises:
+        InputError: the config has no such task, or an argument is wrong.
+    """
+    import jsonargparse
+    import yaml
 
-    splits = {
-        split: task.distinct(split, count, np.random.default_rng([seed, 1 + i]))
-        for i, (split, count) in enumerate(problems.items())
-    }
-    torch.manual_seed(seed)
-    tokenizer, rng = make_tokenizer(), np.random.default_rng([seed, 0])
-    model = make_model(tokenizer)
-    imitate(model, tokenizer, ((prompt, task.demonstration(prompt, Errors(), rng)) for prompt in task.base(rng)), steps)
-    export_policy(model, tokenizer, out / "base")
-    for split, drawn in splits.items():
-        with atomic(out / f"{split}.jsonl") as path:
-            path.write_text(
-                "".join(
-                    json.dumps({"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}) + "\n"
-                    for problem in drawn
-                )
-            )
-    sampler = LocalSampler()
-    trajectories = sample_and_grade(sampler, model, tokenizer, task, splits["train"], samples, task.sampling, seed)
-    add_log_probs(model, trajectories, microbatch_tokens=16384)
-    how = asdict(task.sampling) | {"samples": samples, "seed": seed}
-    base = str(out / "base")
-    metadata = provenance(base, tokenizer, "32-true", task=task.name, sampling=how, iteration=0)
-    write_trajectories(out / "train.parquet", trajectories, metadata)
-    print(f"{report([str(out / 'train.parquet')])}\nwrote base, problems and trajectories under {out}")
+    kind, arguments = None, {}
+    if config is not None:
+        check_file(config, "name a YAML file")
+        try:
+            task = yaml.safe_load(config.read_text())["model"]["task"]
+            kind, arguments = task["class_path"], dict(task.get("init_args", {}))
+        except (yaml.YAMLError, LookupError, TypeError, ValueError):  # whatever else stands there
+            pass
+        if kind != "topr.tasks.Arithmetic":
+            raise InputError(f"{config} has no model.task of the class topr.tasks.Arithmetic; name a config that has")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Arithmetic, "task")
+    try:
+        return parser.instantiate(parser.parse_object({"task": arguments | given})).task
+    except (jsonargparse.ArgumentError, ValueError) as error:
+        inner = error  # the parser may have wrapped one of ours
+        while inner is not None and not isinstance(inner, InputError):
+            inner = inner.__cause__ or inner.__context__
+        raise InputError(first_line(inner or error)) from error
 
 
 def main() -> None:
@@ -203,25 +194,42 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--operations", type=int, nargs=2, default=(2, 4), help="fewest and most operations")
-    parser.add_argument("--operands", type=int, nargs=2, default=(1, 9), help="smallest and largest operand")
-    parser.add_argument("--largest", type=int, default=99, help="bound on intermediate values")
-    parser.add_argument("--operators", default="++-*", help="drawn uniformly")
-    parser.add_argument("--steps", type=int, default=1150, help="supervised updates of the base policy")
-    parser.add_argument("--train", type=int, default=500, help="problems with trajectories")
+    parser.add_argument("--config", type=Path, help="an experiment's, whose task is made in place of the default one")
+    settings = [
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{text}, in place of the task's", **kind)
+        for name, kind, text in (
+            ("operations", {"type": int, "nargs": 2}, "fewest and most operations"),
+            ("operands", {"type": int, "nargs": 2}, "smallest and largest operand"),
+            ("largest", {"type": int}, "bound on intermediate values"),
+            ("operators", {}, "drawn uniformly"),
+        )
+    ]
+    parser.add_argument("--steps", type=int, nargs="+", default=[1150], help="supervised updates of each stage")
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-3], help="learning rate of each stage")
+    parser.add_argument("--batch-size", type=int, default=96, help="demonstrations per supervised update")
+    parser.add_argument("--train", type=int, default=500, help="training problems")
     parser.add_argument("--val", type=int, default=200, help="validation problems")
     parser.add_argument("--test", type=int, default=300, help="test problems")
-    parser.add_argument("--samples", type=int, default=16, help="trajectories per problem")
+    parser.add_argument("--samples", type=int, default=16, help="trajectories per training problem; 0: none")
     with command():
         args = parser.parse_args()
         import torch
 
+        from topr.tasks.making import make
+
         torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere
-        task = Arithmetic(tuple(args.operations), tuple(args.operands), args.largest, args.operators)
         problems = {"train": args.train, "val": args.val, "test": args.test}
-        check_counts("--", **problems, steps=args.steps, samples=args.samples)
+        check_counts("--", **problems, batch_size=args.batch_size)
+        check_counts("--", least=0, samples=args.samples, seed=args.seed)
+        for steps in args.steps:
+            check_counts("--", steps=steps)
+        if len(args.lr) != len(args.steps) or not all(0 < lr < math.inf for lr in args.lr):
+            raise InputError(f"--lr must name a learning rate above 0 for each of the {len(args.steps)} --steps")
+        given = {item.dest: getattr(args, item.dest) for item in settings if item.dest in args}
+        task = configured(args.config, given)
         check_folder("--out", args.out)
-        make(task, args.out, args.seed, args.steps, problems, args.samples)
+        stages = list(zip(args.steps, args.lr, strict=True))
+        make(task, args.out, args.seed, stages, args.batch_size, problems, args.samples)
 
 
 if __name__ == "__main__":

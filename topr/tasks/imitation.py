@@ -1,6 +1,6 @@
 """Base policies of the embedded task: a small language model of single characters, taught by imitation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -8,12 +8,12 @@ import numpy as np
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 
 
-def make_tokenizer():
-    """A tokenizer of one token a character."""
+def make_tokenizer(extra: Sequence[str] = ()):
+    """A tokenizer of one token a character, of SYMBOLS and the extra ones."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+    vocabulary = {symbol: i for i, symbol in enumerate([*SYMBOLS, *extra])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
@@ -27,7 +27,7 @@ def make_model(tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=len(SYMBOLS),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
@@ -41,22 +41,29 @@ def make_model(tokenizer):
     return LlamaForCausalLM(config)
 
 
-def imitate(model, tokenizer, demonstrations: Iterator[tuple[str, tuple[str, bool]]], steps: int) -> None:
+def imitate(
+    model,
+    tokenizer,
+    demonstrations: Iterator[tuple[str, tuple[str, bool]]],
+    steps: int,
+    lr: float = 3e-3,
+    batch_size: int = 96,
+) -> None:
     """Supervised training on (prompt, (text, whether it ends)), in place.
 
-    AdamW at 3e-3 and batch 96, stopped after `steps` of a cosine three times as long: good enough to be right
-    sometimes, bad enough to leave reinforcement learning something to do.
+    AdamW, stopped after `steps` of a cosine three times as long: good enough to be right sometimes, bad enough to
+    leave reinforcement learning something to do.
     """
     import torch
 
     from topr.logprobs import response_log_probs
     from topr.packing import pack
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
     for step in range(steps):
         prompts, responses = [], []
-        for prompt, (text, finished) in islice(demonstrations, 96):
+        for prompt, (text, finished) in islice(demonstrations, batch_size):
             prompts.append(np.array(tokenizer(prompt)["input_ids"]))
             responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
         loss = -response_log_probs(model, pack(prompts, responses))[0].mean()
