@@ -19,6 +19,7 @@ LAYERS = [
         "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
+    {"regimes", "experiments", "claims", "figures", "reproduce"},
 ]  # fmt: skip
 
 

@@ -75,10 +75,16 @@ def critiques(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str,
                 break
 
 
-def make(data: Path, out: Path, seed: int, steps: int, samples: int) -> None:
-    """Write the verifier's base policy, and solutions of the validation and test problems for it to judge."""
+def teach(task: Arithmetic, model, tokenizer, seed: int, steps: int) -> None:
+    """Make a verifier of the base policy, in place, by imperfect critiques."""
     import torch
 
+    torch.manual_seed(seed)
+    imitate(model, tokenizer, critiques(task, np.random.default_rng([seed, 0])), steps)
+
+
+def make(data: Path, out: Path, seed: int, steps: int, samples: int) -> None:
+    """Write the verifier's base policy, and solutions of the validation and test problems for it to judge."""
     from topr.evaluation import describe, sample_part
     from topr.policy import export_policy, load_policy
     from topr.sampling import LocalSampler
@@ -91,8 +97,7 @@ def make(data: Path, out: Path, seed: int, steps: int, samples: int) -> None:
         about = describe(base, tokenizer, "32-true", task, problems, samples, task.sampling, seed)
         how = samples, task.sampling, seed, 16384
         sample_part(out / f"{split}.parquet", about, LocalSampler(), model, tokenizer, task, problems, *how)
-    torch.manual_seed(seed)
-    imitate(model, tokenizer, critiques(task, np.random.default_rng([seed, 0])), steps)
+    teach(task, model, tokenizer, seed, steps)
     export_policy(model, tokenizer, out / "base")
     print(f"wrote base, val.parquet and test.parquet under {out}")
 

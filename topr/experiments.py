@@ -1,0 +1,327 @@
+"""Experiments on the embedded tasks: base policies, trainings, iterations, verifiers, each a job with a JSON result.
+
+Jobs run side by side, a process and a thread each. What a job found is kept under the digest of its arguments, so a
+killed study goes on where it stood, and studies share what they have in common.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+
+from topr import losses
+from topr.curation import Curation, curate
+from topr.datamodule import TrajectoryDataModule
+from topr.evaluation import derived_seed, per_problem, sample_and_grade
+from topr.io import atomic
+from topr.logprobs import score
+from topr.module import PolicyModule
+from topr.policy import export_policy, load_policy
+from topr.ranks import die_with_parent
+from topr.regimes import REGIMES, Regime
+from topr.sampling import LocalSampler
+from topr.tasks.arithmetic_verifier import ArithmeticVerifier, teach
+from topr.tasks.task import Problem, Task
+from topr.tokenizer import load_tokenizer, provenance
+from topr.trainer import Trainer
+from topr.trajectories import Trajectory, add_log_probs, read_trajectories, write_trajectories
+
+LOGGED = ["log_ratio/positives_mean", "log_ratio/negatives_mean", "weight/positives_truncated"]
+LOGGED += ["weight/negatives_truncated", "gradient/norm"]
+BINS = np.arange(-40.5, 11)  # of sequence log-ratios
+
+
+class Job(NamedTuple):
+    """A function of this module by its name, and its arguments, which JSON can hold."""
+
+    kind: str
+    label: str  # for the reader of the progress
+    arguments: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.kind, self.arguments], sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Laboratory:
+    """Runs jobs in `workers` processes and keeps what they found under `out`."""
+
+    def __init__(self, out: Path, workers: int):
+        self.out, self.workers = out, workers
+        (out / "jobs").mkdir(parents=True, exist_ok=True)
+        os.environ |= {"HF_DATASETS_CACHE": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+        os.environ |= {"OMP_NUM_THREADS": "1"}  # as fast as more for policies of this size
+        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
+
+    def run(self, jobs: Iterable[Job]) -> list[dict[str, Any]]:
+        """What each job found, newly or before, in their order."""
+        jobs = list(jobs)
+        path = {job.digest: self.out / "jobs" / f"{job.digest}.json" for job in jobs}
+        missing = {job.digest: job for job in jobs if not path[job.digest].exists()}
+        running = {self.pool.submit(perform, job, self.out): job for job in missing.values()}
+        for number, done in enumerate(as_completed(running), 1):
+            took, told = done.result()
+            print(f"[{number}/{len(running)}] {running[done].label}: {told} ({took:.0f} s)", flush=True)
+        return [json.loads(path[job.digest].read_text()) for job in jobs]
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        shutil.rmtree(self.out / "cache", ignore_errors=True)
+
+
+def _quiet() -> None:
+    """A worker tells nothing but errors, and ends with the process that started it."""
+    import logging
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def perform(job: Job, out: Path) -> tuple[float, str]:
+    """Do a job in a folder of its own and write what it found; its CPU time and a word on it."""
+    folder, clock = out / "work" / job.digest, time.process_time()
+    shutil.rmtree(folder, ignore_errors=True)  # of a job that was killed
+    folder.mkdir(parents=True)
+    found = globals()[job.kind](out, folder, **job.arguments)
+    found |= {"cpu_s": time.process_time() - clock}
+    with atomic(out / "jobs" / f"{job.digest}.json") as path:
+        path.write_text(json.dumps({"kind": job.kind, "label": job.label, "arguments": job.arguments} | found))
+    shutil.rmtree(folder)
+    return found["cpu_s"], found.get("told", "done")
+
+
+class Records(Logger):
+    """Keeps what training logs in memory."""
+
+    name, version, experiment = "records", 0, None
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder, self.rows = folder, []
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    def log_hyperparams(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+
+def fit(
+    folder: Path, regime: Regime, policy: Path, data: Path, loss: losses.Loss, rate: float, seed: int, **more: Any
+) -> tuple[PolicyModule, dict[str, Any]]:
+    """Train for an epoch by the project's own trainer; the module, and what was logged."""
+    records = Records(folder)
+    module = PolicyModule(str(policy), regime.task, loss, partial(regime.optimizer, lr=rate), LocalSampler(), threads=1)
+    points = more.pop("points", 0)
+    given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 4, "seed": seed}
+    trajectories = TrajectoryDataModule(train=str(data), **given | more)
+    Trainer(
+        accelerator="cpu", max_epochs=1, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
+        val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(module, trajectories)  # fmt: skip
+    curve = [
+        {"step": step} | {name.removeprefix("val/"): row[name] for name in row if name.startswith("val/")}
+        for step, row in records.rows
+        if "val/pass@1" in row
+    ]
+    logged = {name: [row[name] for _, row in records.rows if name in row] for name in LOGGED}
+    return module, {"curve": curve, "logged": logged, "steps": module.global_step}
+
+
+def measure(
+    model: torch.nn.Module, tokenizer, task: Task, problems: list[Problem], samples: int, seed: int
+) -> dict[str, list[float]]:
+    """Each problem's pass@1, maj@samples and share of invalid responses."""
+    how = problems, samples, task.sampling, derived_seed(seed, 7)
+    values = per_problem(sample_and_grade(LocalSampler(), model, tokenizer, task, *how))
+    names = {"pass@1": "pass@1", "maj": f"maj@{samples}", "invalid": "invalid", "length": "length"}
+    return {name: values[column].round(6).tolist() for name, column in names.items()}
+
+
+def told(result: dict[str, list[float]]) -> str:
+    return ", ".join(f"{name} {100 * np.mean(result[name]):.1f}" for name in ("pass@1", "maj", "invalid"))
+
+
+# ---- the jobs
+
+
+def base(out: Path, folder: Path, regime: str, seed: int, scale: dict[str, int]) -> dict[str, Any]:
+    """A base policy, problems and trajectories of the train split."""
+    place = home(out, regime, seed)
+    if not place.exists():
+        REGIMES[regime].make(folder / "made", seed, scale)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(folder / "made", place)
+    share = np.mean([t.reward > 0 for t in read_trajectories(place / "train.parquet")])
+    return {"told": f"{100 * share:.1f} per cent of its trajectories are positive", "positive_share": share}
+
+
+def home(out: Path, regime: str, seed: int) -> Path:
+    """The folder of a base policy."""
+    return out / "bases" / f"{regime}-{seed}"
+
+
+def start(out: Path, folder: Path, regime: str, seed: int, split: str, samples: int) -> dict[str, Any]:
+    """The base policy, measured."""
+    place, task = home(out, regime, seed), REGIMES[regime].task
+    model, tokenizer = load_policy(str(place / "base")).eval(), load_tokenizer(str(place / "base"))
+    found = measure(model, tokenizer, task, task.problems(place / f"{split}.jsonl"), samples, seed)
+    return {"result": found, "told": told(found)}
+
+
+def train(
+    out: Path,
+    folder: Path,
+    regime: str,
+    seed: int,
+    loss: list,
+    rate: float,
+    split: str,
+    samples: int,
+    points: int = 0,
+    share: list | None = None,
+    optimizer: str | None = None,
+) -> dict[str, Any]:
+    """Train from the base policy and measure the end on a split.
+
+    Args:
+        out: of the study.
+        folder: of this job.
+        regime: its name.
+        seed: of base policy, data, order and sampling.
+        loss: name and arguments.
+        rate: learning rate.
+        split: val or test.
+        samples: responses to each of its problems.
+        points: validations on the way.
+        share: of positives to train on, and trajectories in all; None for the data as sampled.
+        optimizer: of torch.optim, in the place of the regime's.
+    """
+    setting, place = REGIMES[regime], home(out, regime, seed)
+    if optimizer is not None:
+        setting = setting._replace(optimizer=getattr(torch.optim, optimizer))
+    data = place / "train.parquet"
+    if share is not None:
+        data = folder / "train.parquet"
+        curate([str(place / "train.parquet")], data, Curation("share", share=share[0], total=share[1], seed=seed))
+    name, arguments = loss
+    val = str(place / "val.jsonl") if points else None
+    how = data, getattr(losses, name)(**arguments), rate, seed
+    module, found = fit(folder, setting, place / "base", *how, val=val, points=points)
+    model = module.policy.eval()
+    problems = setting.task.problems(place / f"{split}.jsonl")
+    result = measure(model, module.tokenizer, setting.task, problems, samples, seed)
+    rows = read_trajectories(data)[::8]
+    return found | {"result": result, "told": told(result), "ratios": ratios(model, rows)}
+
+
+def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, Any]:
+    """How far a policy has moved on stored trajectories: histograms of h by sign, share of tokens beyond PPO's clip."""
+    prompts, responses = ([np.array(getattr(t, name)) for t in rows] for name in ("prompt_ids", "response_ids"))
+    scores = score(model, prompts, responses, 16384)
+    token = [now - np.array(t.ref_logprobs) for now, t in zip(scores, rows, strict=True)]
+    h, positive = np.array([part.sum() for part in token]), np.array([t.reward > 0 for t in rows])
+    outside = [np.abs(np.exp(np.clip(part, -20, 20)) - 1) > 0.2 for part in token]
+    clipped = {
+        "positives": np.histogram(h[positive].clip(BINS[0], BINS[-1]), BINS)[0].tolist(),
+        "negatives": np.histogram(h[~positive].clip(BINS[0], BINS[-1]), BINS)[0].tolist(),
+    }
+    return clipped | {
+        "tokens_outside": float(np.concatenate(outside).mean()),
+        "sequences_outside": float((np.abs(np.exp(h.clip(-20, 20)) - 1) > 0.2).mean()),
+    }
+
+
+def iterations(
+    out: Path,
+    folder: Path,
+    regime: str,
+    seed: int,
+    way: str,
+    rate: float,
+    count: int,
+    prompts: int,
+    budget: int,
+    pool: int,
+    samples: int,
+) -> dict[str, Any]:
+    """Sample, curate, train, again and again from the newest policy; each policy measured on the test split."""
+    setting, place = REGIMES[regime], home(out, regime, seed)
+    task, policy = setting.task, place / "base"
+    problems, test = task.problems(place / "train.jsonl")[:prompts], task.problems(place / "test.jsonl")
+    model, tokenizer = load_policy(str(policy)).eval(), load_tokenizer(str(policy))
+    results, shares = [measure(model, tokenizer, task, test, samples, seed)], []
+    for i in range(count):
+        drawn = budget if way == "uniform" else pool
+        how = problems, drawn, task.sampling, derived_seed(seed, 11, i)
+        rows = sample_and_grade(LocalSampler(), model, tokenizer, task, *how)
+        files = folder / f"pool-{i}.parquet", folder / f"train-{i}.parquet"
+        add_log_probs(model, rows, 16384)
+        about = provenance(str(policy), tokenizer, "32-true", task=task.name, sampling=None, iteration=i)
+        write_trajectories(files[0], rows, about)
+        done = curate([str(files[0])], files[1], Curation(way, budget=budget, seed=seed), i)
+        shares.append([done[when]["positive_share"] for when in ("before", "after")])
+        module, _ = fit(folder / str(i), setting, policy, files[1], losses.TOPR(), rate, seed)
+        policy, model = folder / str(i) / "policy", module.policy.eval()
+        results.append(measure(model, tokenizer, task, test, samples, seed))
+    return {"results": results, "shares": shares, "told": told(results[-1])}
+
+
+def verifier(
+    out: Path, folder: Path, regime: str, seed: int, rate: float, samples: int, critiques: int, steps: int
+) -> dict[str, Any]:
+    """Teach a verifier imperfectly, train it on its critiques, and weigh the votes of the base policy with it."""
+    place, task = home(out, regime, seed), REGIMES[regime].task
+    model, tokenizer = load_policy(str(place / "base")).eval(), load_tokenizer(str(place / "base"))
+    test = task.problems(place / "test.jsonl")
+    solutions = sample_and_grade(LocalSampler(), model, tokenizer, task, test, samples, task.sampling, seed)
+    judge, judging = ArithmeticVerifier(), ArithmeticVerifier(balance=False)
+    teach(task, model.train(), tokenizer, seed, steps)
+    setting, base = REGIMES[regime]._replace(task=judge), folder / "base"
+    export_policy(model.eval(), tokenizer, base)
+    how = 4, judge.sampling, derived_seed(seed, 13)
+    rows = sample_and_grade(LocalSampler(), model, tokenizer, judge, judge.problems(place / "train.parquet"), *how)
+    add_log_probs(model, rows, 16384)
+    about = provenance(str(base), tokenizer, "32-true", task=judge.name, sampling=None, iteration=0)
+    write_trajectories(folder / "critiques.parquet", rows, about)
+
+    def judged(model: torch.nn.Module) -> dict[str, Any]:
+        """Accuracy and invalid share on balanced test solutions, and each solution's weight."""
+        candidates = judging.candidates(solutions)
+        how = critiques, judge.sampling, derived_seed(seed, 17)
+        rows = sample_and_grade(LocalSampler(), model, tokenizer, judging, candidates, *how)
+        groups = [rows[i : i + critiques] for i in range(0, len(rows), critiques)]
+        by_gold = {gold: [r for r in rows if r.gold == gold] for gold in judging.golds()}
+        accuracy = np.mean([np.mean([r.reward > 0 for r in part]) for part in by_gold.values()])
+        invalid = np.mean([np.mean([not r.valid for r in part]) for part in by_gold.values()])
+        weighted = per_problem(solutions, [samples // 2, samples], [judging.weight(group) for group in groups])
+        votes = {name: values.round(6).tolist() for name, values in weighted.items() if name.startswith("weighted")}
+        return {"accuracy": float(accuracy), "invalid": float(invalid), **votes}
+
+    before = judged(model)
+    module, _ = fit(folder, setting, base, folder / "critiques.parquet", losses.TOPR(), rate, seed)
+    after, majority = judged(module.policy.eval()), per_problem(solutions, [samples // 2, samples])
+    votes = {name: values.round(6).tolist() for name, values in majority.items() if name.startswith("maj")}
+    accuracies = f"accuracy {100 * before['accuracy']:.1f} to {100 * after['accuracy']:.1f}"
+    return {"before": before, "after": after, "majority": votes, "told": accuracies}

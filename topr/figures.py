@@ -1,0 +1,166 @@
+"""One figure a claim, which should be understood at a glance: means over seeds, bands and bars of 95% intervals."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from topr.claims import METHODS, SHARES, Study, over_seeds
+from topr.experiments import BINS
+from topr.io import atomic
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+COLOURS = dict(zip([*METHODS, "REINFORCE, TOPR's rate"], ["C0", "C2", "C3", "C1", "C4", "C5"], strict=True))
+TITLES = {
+    1: "Naive REINFORCE improves, then collapses; TOPR does not",
+    2: "PPO loses its gradient where the data leave the clip's range",
+    3: "Against other off-policy methods: accuracy and invalid responses",
+    4: "Positives only, and where negatives help",
+    5: "The effective share of positives, set by the baseline",
+    6: "60% negatives, clipping loosened to 100",
+    7: "Several iterations, and which samples to train on",
+    8: "A generative verifier",
+}
+
+
+def draw(number: int, study: Study, claim: dict[str, Any], path: Path) -> None:
+    """Draw the figure of a claim as PNG."""
+    drawn, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    DRAW[number](study, claim, *axes)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    verdict = {"yes": "holds", "no": "does not hold", "partly": "holds in part"}[claim["holds"]]
+    drawn.suptitle(f"{TITLES[number]} ({verdict} here; {len(study.seeds)} seeds, 95% intervals)", fontsize=11)
+    with atomic(path) as temporary:
+        drawn.savefig(temporary, format="png", dpi=120)
+    pyplot.close(drawn)
+
+
+def _curve(axis: Axes, results: list[dict], metric: str, label: str) -> None:
+    """A validation metric against updates: mean and interval over seeds at every point."""
+    steps = [point["step"] for point in results[0]["curve"]]
+    rows = [over_seeds([100 * result["curve"][i][metric] for result in results]) for i in range(len(steps))]
+    axis.plot(steps, [row["mean"] for row in rows], label=label, color=COLOURS[label])
+    if rows[0]["interval"]:
+        low, high = zip(*(row["interval"] for row in rows), strict=True)
+        axis.fill_between(steps, np.maximum(low, 0), np.minimum(high, 100), alpha=0.15, color=COLOURS[label])
+    axis.set_xlabel("updates")
+
+
+def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: list[str] | None = None) -> None:
+    """Means in per cent with their intervals, horizontal so that the names can be read."""
+    place = np.arange(len(rows))[::-1]
+    mean = np.array([100 * row["mean"] for row in rows.values()])
+    ends = np.array([[100 * end for end in row["interval"] or [row["mean"]] * 2] for row in rows.values()]).T
+    axis.barh(place, mean, xerr=np.abs(ends - mean), capsize=2, color=colours or "C0", height=0.7)
+    axis.set_yticks(place, list(rows))
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_xlabel(ylabel)
+
+
+def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> dict[str, dict]:
+    measured = claim["measured"]
+    return {name: measured[name][metric] for name in names or measured if metric in measured[name]}
+
+
+def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    for label in ("TOPR", "REINFORCE", "REINFORCE, TOPR's rate"):
+        _curve(left, study.ends[label], "pass@1", label)
+        _curve(right, study.ends[label], "invalid", label)
+    left.set_ylabel("validation pass@1, per cent")
+    right.set_ylabel("invalid responses, per cent")
+    left.legend(frameon=False, fontsize=8)
+
+
+def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    for label in ("TOPR", "DPO", "PPO"):
+        _curve(left, study.ends[label], "pass@1", label)
+    left.set_ylabel("validation pass@1, per cent")
+    left.legend(frameon=False, fontsize=8)
+    middle = (BINS[:-1] + BINS[1:]) / 2
+    for label in ("TOPR", "PPO", "REINFORCE"):
+        for sign, style in (("positives", "-"), ("negatives", "--")):
+            counts = np.sum([result["ratios"][sign] for result in study.ends[label]], axis=0)
+            name = f"{label}, {sign}"
+            right.plot(middle, 100 * counts / counts.sum(), style, color=COLOURS[label], label=name, linewidth=1.2)
+    right.axvspan(np.log(0.8), np.log(1.2), color="grey", alpha=0.4, linewidth=0)
+    right.set_xlabel("log-ratio at the end (grey: within the clip)")
+    right.set_ylabel("stored responses, per cent")
+    right.set_yscale("symlog", linthresh=1)
+    right.legend(frameon=False, fontsize=7)
+
+
+def _three(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    colours = ["grey", *(COLOURS[name] for name in ("TOPR", "DPO", "PPO", "REINFORCE"))]
+    _bars(left, _of(claim, "pass@1"), "test pass@1, per cent", colours)
+    _bars(right, _of(claim, "invalid"), "invalid test responses, per cent", colours)
+
+
+def _four(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    rows = {
+        f"{name}, {shown}": claim["measured"][name][metric]
+        for metric, shown in (("pass@1", "pass@1"), ("maj", f"maj@{study.samples}"))
+        for name in ("before training", "TOPR", "positives only")
+    }
+    _bars(left, rows, "test accuracy, per cent", ["grey", COLOURS["TOPR"], COLOURS["positives only"]] * 2)
+    gaps = claim["differences"]["TOPR minus positives only, by how often the base policy is right"]
+    _bars(right, gaps, "gain in pass@1 over positives only,\nby how often the base policy is right")
+
+
+def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    for axis, metric, name in ((left, "pass@1", "test pass@1"), (right, "invalid", "invalid test responses")):
+        axis.axvspan(0.1, 0.2, color="grey", alpha=0.2, linewidth=0, label="the paper's best")
+        for colour, p in (("C0", 0.1), ("C1", 0.5)):
+            rows = [claim["measured"][f"data {p:.0%}, effective {share:.0%}"][metric] for share in SHARES]
+            mean = [100 * row["mean"] for row in rows]
+            ends = [
+                [100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)
+            ]
+            axis.errorbar(SHARES, mean, ends, capsize=2, marker="o", color=colour, label=f"data with {p:.0%} positives")
+        axis.set_xlabel("effective share of positives")
+        axis.set_ylabel(f"{name}, per cent")
+        axis.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=8)
+
+
+def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    _bars(left, _of(claim, "pass@1"), "test pass@1, per cent")
+    _bars(right, _of(claim, "invalid"), "invalid test responses, per cent")
+    right.set_yticklabels([])
+
+
+def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", "majority of 8")):
+        for colour, way in (("C0", "uniform"), ("C1", "Anna Karenina")):
+            rows = [claim["measured"][f"{way}, after iteration {i}"][metric] for i in range(5)]
+            ends = [
+                [100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)
+            ]
+            axis.errorbar(
+                range(5), [100 * row["mean"] for row in rows], ends, capsize=2, marker="o", color=colour, label=way
+            )
+        axis.set_xticks(range(5))
+        axis.set_xlabel("iterations")
+        axis.set_ylabel(f"test {name}, per cent")
+    left.legend(frameon=False, fontsize=8)
+
+
+def _eight(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
+    measured = claim["measured"]
+    rows = {
+        f"{name}, {when} training": measured[when][name]
+        for name in ("accuracy", "invalid")
+        for when in ("before", "after")
+    }
+    _bars(left, rows, "of the verifier's critiques, per cent", ["lightgrey", "C0"] * 2)
+    _bars(right, measured["votes"], "accuracy of the vote, per cent", ["grey", "lightgrey", "C0"] * 2)
+
+
+DRAW: dict[int, Callable[[Study, dict[str, Any], Axes, Axes], None]] = {
+    1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven, 8: _eight,
+}  # fmt: skip

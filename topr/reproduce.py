@@ -1,0 +1,141 @@
+"""Measure the paper's claims on the embedded task: `python -m topr.reproduce`.
+
+Writes claims.json, claims.md and a figure for each claim. What was measured is kept under the folder, so a command
+that was killed goes on where it stood, and more claims cost only what they add.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from topr.claims import CLAIMS, METRICS, Study
+from topr.experiments import Laboratory
+from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
+from topr.regimes import REGIMES, ROOT
+
+FULL = {"train": 500, "val": 200, "test": 300, "samples": 16}  # problems, and trajectories of each for training
+QUICK = {"scale": {"samples": 5}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 1200}
+QUICK |= {"prompts": 100, "pool": 16}
+
+
+def parse() -> argparse.Namespace:
+    parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__.splitlines()[0])
+    parser.add_argument("--claims", default=",".join(map(str, CLAIMS)), help="of 1 to 8, with commas (default: all)")
+    parser.add_argument("--seeds", type=int, help="base policies, data, orders (default 5; with --quick 2)")
+    parser.add_argument("--regime", choices=REGIMES, default="quick", help="the embedded setting (default quick)")
+    parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder (default runs/claims)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
+    )
+    args = parser.parse_args()
+    try:
+        args.claims = sorted({int(number) for number in args.claims.split(",")})
+    except ValueError:
+        raise InputError(f"--claims {args.claims!r} is no list of numbers; write for example 1,2,3") from None
+    if unknown := set(args.claims) - set(CLAIMS):
+        raise InputError(f"--claims names {min(unknown)}; choose from {min(CLAIMS)} to {max(CLAIMS)}")
+    args.seeds = (2 if args.quick else 5) if args.seeds is None else args.seeds
+    check_counts("--", seeds=args.seeds, workers=args.workers)
+    check_folder("--out", args.out)
+    return args
+
+
+def origin(args: argparse.Namespace) -> dict[str, Any]:
+    """Where and with what the claims were measured."""
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "command": f"python -m topr.reproduce --claims {','.join(map(str, args.claims))} --seeds {args.seeds}"
+        + f" --regime {args.regime}" * (args.regime != "quick")
+        + " --quick" * args.quick,
+        "commit": commit.stdout.strip() or None,
+        "hardware": f"{args.workers} processes on {cpu[0].split(':')[1].strip() if cpu else platform.processor()}",
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The verdicts, and behind them a table for each claim."""
+    lines = ["# The paper's claims on the embedded task", ""]
+    lines += [f"`{found['command']}`, commit {found['commit']}, {found['hardware']}.", ""]
+    lines += ["Per cent; 95% t-intervals over seeds in brackets, differences paired by seed.", ""]
+    lines += ["| claim | paper | holds here | |", "|---|---|---|---|"]
+    for claim in found["claims"]:
+        lines.append(
+            f"| {claim['claim']}. {claim['statement']} | {claim['paper']} | **{claim['holds']}** | {headline(claim)} |"
+        )
+    for claim in found["claims"]:
+        lines += ["", f"## Claim {claim['claim']}: {claim['statement']}", "", f"![](claim_{claim['claim']}.png)", ""]
+        lines += [f"Criterion: {claim['criterion']}. Verdict: **{claim['holds']}**."]
+        for title in ("measured", "differences"):
+            names = list(dict.fromkeys(name for row in claim[title].values() for name in row))
+            tables = [METRICS] if set(names) <= set(METRICS) else [METRICS, [n for n in names if n not in METRICS]]
+            for columns in tables:
+                rows = {label: row for label, row in claim[title].items() if set(row) & set(columns)}
+                if rows:
+                    lines += ["", f"| {title} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+                    lines += [
+                        f"| {label} | {' | '.join(cell(row.get(name)) for name in columns)} |"
+                        for label, row in rows.items()
+                    ]
+        lines += ["", f"Settings: `{json.dumps(claim['settings'])}`"]
+    return "\n".join(lines) + "\n"
+
+
+def cell(value: Any) -> str:
+    """A summary in per cent, or a number as it stands."""
+    if not isinstance(value, dict):
+        return "" if value is None else f"{value:g}"
+    ends = value["interval"] and " [{:.1f}, {:.1f}]".format(*(100 * end for end in value["interval"]))
+    return f"{100 * value['mean']:.1f}{ends or ''}"
+
+
+def headline(claim: dict[str, Any]) -> str:
+    """The first difference of a claim."""
+    label, row = next(iter(claim["differences"].items()))
+    name = next(iter(row))
+    return f"{label}: {name} {cell(row[name])}"
+
+
+def run(args: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    lab = Laboratory(args.out, args.workers)
+    given = {"scale": FULL, "rates": REGIMES[args.regime].rates} | (QUICK if args.quick else {})
+    study = Study(lab, args.regime, list(range(1, args.seeds + 1)), **given)
+    found = origin(args) | {"claims": []}
+    try:
+        for number in args.claims:
+            print(f"claim {number}: {CLAIMS[number].__doc__.splitlines()[0]}", flush=True)
+            claim = CLAIMS[number](study)
+            statement = CLAIMS[number].__doc__.splitlines()[0].rstrip(".")
+            claim = {"claim": number, "statement": statement, "seeds": study.seeds} | claim
+            found["claims"].append(claim)
+            from topr.figures import draw
+
+            draw(number, study, claim, args.out / f"claim_{number}.png")
+            print(f"claim {number} holds: {claim['holds']} ({headline(claim)})", flush=True)
+    finally:
+        lab.close()
+    found["seconds"] = round(time.perf_counter() - began)
+    for name, text in (("claims.json", json.dumps(found, indent=1) + "\n"), ("claims.md", markdown(found))):
+        with atomic(args.out / name) as path:
+            path.write_text(text)
+    print(f"\n{markdown(found).split('## ')[0]}wrote claims.json, claims.md and figures under {args.out}")
+
+
+def main() -> None:
+    with command():
+        run(parse())
+
+
+if __name__ == "__main__":
+    main()
