@@ -20,6 +20,7 @@ METHODS = {
     "positives only": ["PositivesOnly", {}],
     "REINFORCE": ["REINFORCE", {}],
     "PPO": ["PPO", {}],
+    "PPO, sequence ratio": ["PPO", {"ratio": "sequence"}],
     "DPO": ["DPO", {}],
 }
 SHARES = [0.05, 0.15, 0.3, 0.5, 0.7, 0.9]
@@ -49,6 +50,11 @@ def above(summary: dict[str, Any], bound: float = 0.0) -> bool:
     return summary["interval"] is not None and summary["interval"][0] > bound
 
 
+def best(scores: dict[float, float]) -> float:
+    """The learning rate of the best score."""
+    return max(scores, key=scores.get)
+
+
 @dataclass
 class Study:
     """What the claims have in common: a laboratory, a regime, seeds, sizes."""
@@ -61,8 +67,9 @@ class Study:
     grid_seeds: int = 2
     samples: int = 16  # responses to each test problem
     points: int = 10  # validations of a curve
-    total: int = 4000  # trajectories of a given composition
+    total: int = 3200  # trajectories of a given composition
     prompts: int = 300  # of an iteration
+    verifier_steps: int = 400  # of the supervised training that makes a verifier of a base policy
     pool: int = 32  # responses to each, from which Anna Karenina takes 8
     results: dict[str, list[dict]] = field(default_factory=dict)
 
@@ -94,33 +101,40 @@ class Study:
         found, n = self.lab.run(jobs), len(self.seeds)
         return {label: found[i * n : (i + 1) * n] for i, label in enumerate(runs)}
 
-    def best_rates(self, methods: dict[str, list]) -> dict[str, float]:
-        """The rate of the grid with the best mean validation pass@1, by method."""
-        assert self.bases
-        seeds = self.seeds[: self.grid_seeds]
+    def tuned(self, methods: dict[str, list], seeds: int | None = None, **more: Any) -> dict[str, dict[float, float]]:
+        """Mean validation pass@1 at the end, by method and rate of the grid."""
+        how = {"split": "val", "samples": 4} | more
         cells = [(name, rate) for name in methods for rate in self.rates]
-        how = {"split": "val", "samples": 4}
-        jobs = [
-            self.training(f"grid, {name}", seed, methods[name], rate, **how) for name, rate in cells for seed in seeds
-        ]
-        found, n = self.lab.run(jobs), len(seeds)
-        score = {
-            cell: np.mean([np.mean(result["result"]["pass@1"]) for result in found[i * n : (i + 1) * n]])
-            for i, cell in enumerate(cells)
-        }
-        self.grid = {name: {rate: round(float(score[name, rate]), 4) for rate in self.rates} for name in methods}
-        return {name: max(self.rates, key=lambda rate: score[name, rate]) for name in methods}
+
+        def job(cell: tuple[str, float], seed: int) -> Job:
+            name, rate = cell
+            return self.training(f"grid, {name}", seed, methods[name], rate, **how)
+
+        return self.scores(cells, job, seeds or self.grid_seeds)
+
+    def scores(
+        self, cells: list[tuple[str, float]], job: Callable[[tuple[str, float], int], Job], count: int
+    ) -> dict[str, dict[float, float]]:
+        """Mean pass@1 of jobs over the first `count` seeds, by name and rate."""
+        assert self.bases
+        seeds = self.seeds[:count]
+        found = self.lab.run(job(cell, seed) for cell in cells for seed in seeds)
+        grid: dict[str, dict[float, float]] = {}
+        for i, (name, rate) in enumerate(cells):
+            results = found[i * len(seeds) : (i + 1) * len(seeds)]
+            grid.setdefault(name, {})[rate] = round(float(np.mean(self.mean(results, "pass@1"))), 4)
+        return grid
 
     @cached_property
-    def chosen(self) -> dict[str, float]:
-        """The learning rates of the methods of the paper's Figure 3 and 4."""
-        return self.best_rates(METHODS)
+    def grid(self) -> dict[str, dict[float, float]]:
+        """Of the methods of the paper's Figures 3 and 4."""
+        return self.tuned(METHODS)
 
     @cached_property
     def ends(self) -> dict[str, list[dict]]:
         """Those methods, each at its own rate, with curves; REINFORCE at TOPR's rate as well."""
-        runs = {name: {"loss": loss, "rate": self.chosen[name]} for name, loss in METHODS.items()}
-        runs["REINFORCE, TOPR's rate"] = {"loss": METHODS["REINFORCE"], "rate": self.chosen["TOPR"]}
+        runs = {name: {"loss": loss, "rate": best(self.grid[name])} for name, loss in METHODS.items()}
+        runs["REINFORCE, TOPR's rate"] = {"loss": METHODS["REINFORCE"], "rate": best(self.grid["TOPR"])}
         return self.train({label: run | {"points": self.points} for label, run in runs.items()})
 
     def mean(self, results: list[dict], metric: str) -> list[float]:
@@ -159,7 +173,7 @@ def claim_1(study: Study) -> dict[str, Any]:
         "differences": {"REINFORCE, TOPR's rate, minus before training": end}
         | {"REINFORCE minus TOPR": study.difference(own, ends["TOPR"])},
         "holds": verdict([above(rise) and below(fall), below(end["pass@1"]) and above(invalid, 0.5)]),
-        "settings": study.settings(rates_chosen=study.chosen, grid=study.grid),
+        "settings": study.settings(validation=study.grid),
     }
 
 
@@ -179,20 +193,20 @@ def claim_2(study: Study) -> dict[str, Any]:
         "paper": "Figure 3: PPO hardly improves; most data leave [1 - 0.2, 1 + 0.2]",
         "criterion": "PPO gains less than half of what TOPR gains, and at its end most stored responses have a ratio "
         "beyond the clip's range",
-        "measured": {name: study.summary(ends[name]) for name in ("PPO", "TOPR")}
+        "measured": {name: study.summary(ends[name]) for name in ("PPO", "PPO, sequence ratio", "TOPR")}
         | {"stored data at PPO's end": {"responses outside": outside, "tokens outside": tokens}},
         "differences": {"PPO minus TOPR": study.difference(ends["PPO"], ends["TOPR"])}
         | {"PPO minus before training": study.difference(ends["PPO"], start)}
         | {"PPO's gain minus half of TOPR's": {"pass@1": gain}},
         "holds": verdict([below(gain), above(outside, 0.5)]),
-        "settings": study.settings(rates_chosen=study.chosen, grid=study.grid),
+        "settings": study.settings(validation=study.grid),
     }
 
 
 def claim_3(study: Study) -> dict[str, Any]:
     """DPO does well off-policy; TOPR at least as well, and it alone sharply lowers the invalid rate."""
     start, ends = study.start, study.ends
-    names = ["TOPR", "DPO", "PPO", "REINFORCE"]
+    names = ["TOPR", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
     differences = {f"TOPR minus {name}": study.difference(ends["TOPR"], ends[name]) for name in names[1:]}
     gains = {f"{name} minus before training": study.difference(ends[name], start) for name in names}
     fewer = all(below(differences[f"TOPR minus {name}"]["invalid"]) for name in names[1:])
@@ -209,7 +223,7 @@ def claim_3(study: Study) -> dict[str, Any]:
                 fewer and below(gains["TOPR minus before training"]["invalid"]),
             ]
         ),
-        "settings": study.settings(rates_chosen=study.chosen, grid=study.grid),
+        "settings": study.settings(validation=study.grid),
     }
 
 
@@ -232,7 +246,7 @@ def claim_4(study: Study) -> dict[str, Any]:
                 above(study.difference(positives, start)["pass@1"]),
             ]
         ),
-        "settings": study.settings(rates_chosen=study.chosen, grid=study.grid),
+        "settings": study.settings(validation=study.grid),
     }
 
 
@@ -251,18 +265,13 @@ def by_difficulty(study: Study, one: list[dict], other: list[dict]) -> dict[str,
 
 def claim_5(study: Study) -> dict[str, Any]:
     """Accuracy peaks at an effective share of positives of .1 to .2, whatever the data's share, and drops above .5."""
-    rate, tables, peaks = study.chosen["TOPR"], {}, {}
-    cells = [(p, share) for p in (0.1, 0.5) for share in SHARES]
-    runs = {
-        f"data {p:.0%}, effective {share:.0%}": {
-            "loss": ["TOPR", {"positive_share": share}],
-            "rate": rate,
-            "share": [p, study.total],
-        }
-        for p, share in cells
-    }
-    found = study.train(runs)
-    differences, checks = {}, []
+    tables, peaks, differences, checks, grids, found = {}, {}, {}, [], {}, {}
+    for p in (0.1, 0.5):
+        methods = {f"data {p:.0%}, effective {share:.0%}": ["TOPR", {"positive_share": share}] for share in SHARES}
+        grid = study.tuned(methods, 1, share=[p, study.total])
+        more = {"share": [p, study.total], "samples": min(8, study.samples)}
+        found |= study.train({name: {"loss": loss, "rate": best(grid[name])} | more for name, loss in methods.items()})
+        grids |= grid
     for p in (0.1, 0.5):
         rows = {share: found[f"data {p:.0%}, effective {share:.0%}"] for share in SHARES}
         tables |= {f"data {p:.0%}, effective {share:.0%}": study.summary(row) for share, row in rows.items()}
@@ -277,7 +286,7 @@ def claim_5(study: Study) -> dict[str, Any]:
         "measured": tables | {"best effective share": {f"data {p:.0%}": peak for p, peak in peaks.items()}},
         "differences": differences,
         "holds": verdict(checks),
-        "settings": study.settings(rate=rate, trajectories=study.total),
+        "settings": study.settings(validation=grids, trajectories=study.total, samples=min(8, study.samples)),
     }
 
 
@@ -288,48 +297,52 @@ def claim_6(study: Study) -> dict[str, Any]:
         "IS, clip 100": ["TOPR", {"a_plus": 0, "b_plus": 100, "a_minus": 0, "b_minus": 100}],
         "TOPR, clip 100": ["TOPR", {"a_plus": 1, "b_plus": 1, "a_minus": 0, "b_minus": 100}],
     }
-    rates = sorted({study.chosen["TOPR"], max(study.rates)})
-    runs = {
-        f"{name}, rate {rate:g}": {"loss": loss, "rate": rate, "share": [0.4, study.total]}
-        for rate in rates
-        for name, loss in methods.items()
-    }
+    given = {"share": [0.4, study.total]}
+    grid, more = study.tuned(methods, **given), given | {"samples": min(8, study.samples)}
+    largest = max(study.rates)
+    runs = {name: {"loss": loss, "rate": best(grid[name])} | more for name, loss in methods.items()}
+    runs |= {f"{name}, rate {largest:g}": {"loss": loss, "rate": largest} | more for name, loss in methods.items()}
     found, start = study.train(runs), study.start
     differences = {}
-    for rate in rates:
-        for name in ("IS, clip 100", "TOPR, clip 100"):
-            label = f"{name}, rate {rate:g}"
-            differences[f"{label}, minus before training"] = study.difference(found[label], start)
-        pair = (found[f"{name}, rate {rate:g}"] for name in ("TOPR, clip 100", "IS, clip 100"))
-        differences[f"TOPR minus IS, both clip 100, rate {rate:g}"] = study.difference(*pair)
-    own = rates[0]
+    for when in ("", f", rate {largest:g}"):
+        importance, topr = found[f"IS, clip 100{when}"], found[f"TOPR, clip 100{when}"]
+        differences[f"IS, clip 100{when}, minus before training"] = study.difference(importance, start)
+        differences[f"TOPR, clip 100{when}, minus before training"] = study.difference(topr, start)
+        differences[f"TOPR minus IS, both clip 100{when}"] = study.difference(topr, importance)
     return {
         "paper": "Figure 7: untruncated importance sampling ends with 31% bad outputs, 12% before; TOPR improves",
-        "criterion": "at TOPR's rate, importance sampling clipped at 100 ends below the start, and TOPR clipped at 100 "
-        "above it",
+        "criterion": "clipped at 100, importance sampling ends below the start and TOPR above it, each at its own rate "
+        "and both at the largest of the grid",
         "measured": {"before training": study.summary(start)}
         | {label: study.summary(results) for label, results in found.items()},
         "differences": differences,
         "holds": verdict(
             [
-                below(differences[f"IS, clip 100, rate {own:g}, minus before training"]["pass@1"]),
-                above(differences[f"TOPR, clip 100, rate {own:g}, minus before training"]["pass@1"]),
+                check(differences[f"{name}, clip 100{when}, minus before training"]["pass@1"])
+                for name, check in (("IS", below), ("TOPR", above))
+                for when in ("", f", rate {largest:g}")
             ]
         ),
-        "settings": study.settings(rates=rates, trajectories=study.total, negatives=0.6),
+        "settings": study.settings(validation=grid, negatives=0.6, **more),
     }
 
 
 def claim_7(study: Study) -> dict[str, Any]:
     """Several iterations keep improving; Anna Karenina sampling beats uniform."""
     assert study.bases
-    how = {"rate": study.chosen["TOPR"], "count": 4, "prompts": study.prompts, "budget": 8, "pool": study.pool}
-    how |= {"samples": 8}
+    how = {"prompts": study.prompts, "budget": 8, "pool": study.pool}
     ways = {"uniform": "uniform", "Anna Karenina": "anna_karenina"}
+
+    def job(cell: tuple[str, float], seed: int, **more: Any) -> Job:
+        given = {"way": ways[cell[0]], "rate": cell[1]} | how | more
+        return study.job("iterations", f"{cell[0]}, rate {cell[1]:g}, seed {seed}", seed, **given)
+
+    def halfway(cell: tuple[str, float], seed: int) -> Job:
+        return job(cell, seed, count=2, split="val", samples=4)
+
+    grid = study.scores([(name, rate) for name in ways for rate in study.rates], halfway, 1)
     jobs = [
-        study.job("iterations", f"{name}, seed {seed}", seed, way=way, **how)
-        for name, way in ways.items()
-        for seed in study.seeds
+        job((name, best(grid[name])), seed, count=4, split="test", samples=8) for name in ways for seed in study.seeds
     ]
     found, n = study.lab.run(jobs), len(study.seeds)
     chains = {name: found[i * n : (i + 1) * n] for i, name in enumerate(ways)}
@@ -362,14 +375,14 @@ def claim_7(study: Study) -> dict[str, Any]:
         "holds": verdict(
             [above(more["pass@1"]), above(against["Anna Karenina minus uniform, after iteration 4"]["pass@1"])]
         ),
-        "settings": study.settings(**how),
+        "settings": study.settings(validation=grid, **how | {"samples": 8}),
     }
 
 
 def claim_8(study: Study) -> dict[str, Any]:
     """A generative verifier trained with TOPR: more accurate, fewer invalid critiques, better weighted votes."""
     assert study.bases
-    how = {"rate": study.chosen["TOPR"], "samples": 8, "critiques": 4, "steps": 400}
+    how = {"rate": 3e-4, "samples": 8, "critiques": 4, "steps": study.verifier_steps}
     found = study.lab.run(study.job("verifier", f"verifier, seed {seed}", seed, **how) for seed in study.seeds)
     measured = {
         when: {name: over_seeds([result[when][name] for result in found]) for name in ("accuracy", "invalid")}

@@ -133,7 +133,7 @@ def fit(
     records = Records(folder)
     module = PolicyModule(str(policy), regime.task, loss, partial(regime.optimizer, lr=rate), LocalSampler(), threads=1)
     points = more.pop("points", 0)
-    given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 4, "seed": seed}
+    given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 2, "seed": seed}
     trajectories = TrajectoryDataModule(train=str(data), **given | more)
     Trainer(
         accelerator="cpu", max_epochs=1, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
@@ -264,12 +264,13 @@ def iterations(
     prompts: int,
     budget: int,
     pool: int,
+    split: str,
     samples: int,
 ) -> dict[str, Any]:
-    """Sample, curate, train, again and again from the newest policy; each policy measured on the test split."""
+    """Sample, curate, train, again and again from the newest policy; each policy measured on a split."""
     setting, place = REGIMES[regime], home(out, regime, seed)
     task, policy = setting.task, place / "base"
-    problems, test = task.problems(place / "train.jsonl")[:prompts], task.problems(place / "test.jsonl")
+    problems, test = task.problems(place / "train.jsonl")[:prompts], task.problems(place / f"{split}.jsonl")
     model, tokenizer = load_policy(str(policy)).eval(), load_tokenizer(str(policy))
     results, shares = [measure(model, tokenizer, task, test, samples, seed)], []
     for i in range(count):
@@ -285,7 +286,7 @@ def iterations(
         module, _ = fit(folder / str(i), setting, policy, files[1], losses.TOPR(), rate, seed)
         policy, model = folder / str(i) / "policy", module.policy.eval()
         results.append(measure(model, tokenizer, task, test, samples, seed))
-    return {"results": results, "shares": shares, "told": told(results[-1])}
+    return {"results": results, "result": results[-1], "shares": shares, "told": told(results[-1])}
 
 
 def verifier(

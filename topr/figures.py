@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-COLOURS = dict(zip([*METHODS, "REINFORCE, TOPR's rate"], ["C0", "C2", "C3", "C1", "C4", "C5"], strict=True))
+COLOURS = dict(zip([*METHODS, "REINFORCE, TOPR's rate"], ["C0", "C2", "C3", "C1", "C8", "C4", "C5"], strict=True))
 TITLES = {
     1: "Naive REINFORCE improves, then collapses; TOPR does not",
     2: "PPO loses its gradient where the data leave the clip's range",
@@ -78,7 +78,7 @@ def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 
 def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for label in ("TOPR", "DPO", "PPO"):
+    for label in ("TOPR", "DPO", "PPO, sequence ratio", "PPO"):
         _curve(left, study.ends[label], "pass@1", label)
     left.set_ylabel("validation pass@1, per cent")
     left.legend(frameon=False, fontsize=8)
@@ -96,7 +96,7 @@ def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 
 def _three(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    colours = ["grey", *(COLOURS[name] for name in ("TOPR", "DPO", "PPO", "REINFORCE"))]
+    colours = ["grey", *(COLOURS[name] for name in list(claim["measured"])[1:])]
     _bars(left, _of(claim, "pass@1"), "test pass@1, per cent", colours)
     _bars(right, _of(claim, "invalid"), "invalid test responses, per cent", colours)
 

@@ -21,7 +21,7 @@ from topr.regimes import REGIMES, ROOT
 
 FULL = {"train": 500, "val": 200, "test": 300, "samples": 16}  # problems, and trajectories of each for training
 QUICK = {"scale": {"samples": 5}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 1200}
-QUICK |= {"prompts": 100, "pool": 16}
+QUICK |= {"prompts": 100, "pool": 16, "verifier_steps": 100}
 
 
 def parse() -> argparse.Namespace:
