@@ -1,0 +1,179 @@
+"""The reproduction of the claims: its statistics, its jobs, one claim anew, and what is shipped."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from topr import reproduce
+from topr.claims import CLAIMS, STUDENT, above, below, over_seeds, verdict
+from topr.experiments import Job, Laboratory
+
+SHIPPED = ROOT / "data" / "claims" / "claims.json"
+
+
+def test_intervals_over_seeds_are_students():
+    found = over_seeds([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    assert found["mean"] == 3 and found["values"] == [1, 2, 3, 4, 5]
+    assert found["interval"] == pytest.approx([3 - half, 3 + half], abs=1e-4)
+    assert over_seeds([0.5])["interval"] is None
+    assert not below(over_seeds([0.5]), 1) and not above(over_seeds([0.5]), 0)
+    # coverage: of 95% intervals of normal samples, 95% hold the mean
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 5, 8):
+        held = [
+            low <= 0 <= high for low, high in (over_seeds(list(rng.normal(size=n)))["interval"] for _ in range(4000))
+        ]
+        assert np.mean(held) == pytest.approx(0.95, abs=0.015), n
+    assert sorted(STUDENT, reverse=True) == STUDENT
+
+
+def test_a_verdict_needs_every_part_of_its_criterion():
+    assert [verdict(checks) for checks in ([True, True], [True, False], [False, False])] == ["yes", "partly", "no"]
+    summary = over_seeds([-0.2, -0.21, -0.19])
+    assert below(summary) and not above(summary) and not below(summary, -0.3)
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job("base", "base policy", {"regime": "quick", "seed": 3, "scale": {"samples": 2}})
+
+
+def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
+    assert job.digest == job._replace(label="another word").digest
+    assert job.digest != job._replace(arguments=job.arguments | {"seed": 4}).digest
+    lab = Laboratory(tmp_path, 1)
+    first = lab.run([job])
+    kept = tmp_path / "jobs" / f"{job.digest}.json"
+    written = kept.stat().st_mtime_ns
+    assert lab.run([job, job]) == [*first, *first] and kept.stat().st_mtime_ns == written
+    lab.close()
+    assert capfd.readouterr().out.count("base policy") == 1
+    assert not list((tmp_path / "work").iterdir()) and (tmp_path / "bases" / "quick-3" / "train.parquet").exists()
+
+
+def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "topr.reproduce",
+        "--quick",
+        "--claims",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(list(tmp_path.glob("jobs/*.json"))) < 2 and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("jobs/*.json")}
+    assert len(done) >= 2
+    deadline = time.monotonic() + 20  # its worker ends with it
+    while (left := workers_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    lab = Laboratory(tmp_path, 1)
+    lab.run(Job(**{key: json.loads(path.read_text())[key] for key in Job._fields}) for path in done)
+    lab.close()
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+def workers_of(folder) -> list[str]:
+    """Processes whose environment names a study's cache."""
+    found = []
+    for process in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                environment = file.read()
+        except OSError:
+            continue
+        if f"HF_DATASETS_CACHE={folder}/cache".encode() in environment and int(process) != os.getpid():
+            found.append(process)
+    return found
+
+
+def is_summary(value) -> bool:
+    return set(value) == {"mean", "interval", "values"} and len(value["values"]) >= 2
+
+
+def check_schema(found: dict) -> None:
+    assert {"command", "commit", "hardware", "versions", "seconds", "claims"} <= set(found)
+    for claim in found["claims"]:
+        assert claim["statement"] == CLAIMS[claim["claim"]].__doc__.splitlines()[0].rstrip(".")
+        assert claim["holds"] in ("yes", "partly", "no") and claim["paper"] and claim["criterion"]
+        assert claim["settings"]["seeds"] == claim["seeds"]
+        for table in (claim["measured"], claim["differences"]):
+            assert table
+            for row in table.values():
+                assert all(is_summary(value) if isinstance(value, dict) else 0 <= value <= 1 for value in row.values())
+        for row in claim["differences"].values():
+            assert all(len(value["values"]) == len(claim["seeds"]) for value in row.values() if "pass@1" in row)
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="no claims are shipped")
+def test_the_shipped_claims_have_the_schema_and_their_figures():
+    found = json.loads(SHIPPED.read_text())
+    check_schema(found)
+    assert [claim["claim"] for claim in found["claims"]] == list(CLAIMS)
+    text = (SHIPPED.parent / "claims.md").read_text()
+    for claim in found["claims"]:
+        assert (SHIPPED.parent / f"claim_{claim['claim']}.png").stat().st_size > 5000
+        assert f"{claim['claim']}. {claim['statement']} | {claim['paper']} | **{claim['holds']}**" in text
+    assert text == reproduce.markdown(found)
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="no claims are shipped")
+def test_one_claim_anew_agrees_with_what_is_shipped(tmp_path):
+    """TOPR and REINFORCE from the shipped base policy: their gap lies where a further seed's should."""
+    claim = json.loads(SHIPPED.read_text())["claims"][0]
+    rate = max(claim["settings"]["validation"]["TOPR"].items(), key=lambda pair: pair[1])[0]
+    lab, common = Laboratory(tmp_path, 1), {"regime": "quick", "seed": 9}
+    lab.run([Job("base", "", common | {"scale": {"samples": 16}})])
+    how = common | {"rate": float(rate), "split": "test", "samples": 4}
+    jobs = [Job("train", name, how | {"loss": [name, {}]}) for name in ("TOPR", "REINFORCE")]
+    topr, reinforce = (np.mean(found["result"]["pass@1"]) for found in lab.run(jobs))
+    lab.close()
+    measured = claim["measured"]
+    for name, again in (("TOPR", topr), ("REINFORCE, TOPR's rate", reinforce)):
+        values = measured[name]["pass@1"]["values"]
+        wide = STUDENT[len(values) - 2] * max(np.std(values, ddof=1), 0.01) * math.sqrt(1 + 1 / len(values))
+        assert abs(again - np.mean(values)) <= wide, name
+
+
+def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(reproduce, "QUICK", reproduce.QUICK | {"scale": {"samples": 1}, "samples": 1, "total": 100})
+    code, out, err = run(
+        reproduce.main, "--quick", "--claims", "6", "--seeds", "2", "--workers", "2", "--out", tmp_path / "claims"
+    )
+    assert code == 0, err
+    found = json.loads((tmp_path / "claims" / "claims.json").read_text())
+    check_schema(found)
+    assert [claim["claim"] for claim in found["claims"]] == [6] and found["claims"][0]["seeds"] == [1, 2]
+    assert (tmp_path / "claims" / "claim_6.png").exists() and "claim 6 holds:" in out
+    assert (tmp_path / "claims" / "claims.md").read_text() == reproduce.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--claims", "1,9"], "--claims names 9"),
+        (["--claims", "one"], "no list of numbers"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--workers", "0"], "--workers is 0"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(run, arguments, words):
+    code, _, err = run(reproduce.main, *arguments)
+    assert code == 2 and words in err and err.count("\n") == 1
