@@ -19,7 +19,7 @@ LAYERS = [
         "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
-    {"regimes", "experiments", "claims", "figures", "reproduce"},
+    {"regimes", "laboratory", "experiments", "study", "claims", "figures", "reproduce"},
 ]  # fmt: skip
 
 

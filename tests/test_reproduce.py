@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from topr import reproduce
-from topr.claims import CLAIMS, STUDENT, above, below, over_seeds, verdict
-from topr.experiments import Job, Laboratory
+from topr import experiments, reproduce
+from topr.claims import CLAIMS, other_peak
+from topr.laboratory import Job, Laboratory
+from topr.study import STUDENT, above, below, over_seeds, verdict
 
 SHIPPED = ROOT / "data" / "claims" / "claims.json"
 
@@ -44,7 +45,7 @@ def test_a_verdict_needs_every_part_of_its_criterion():
 
 @pytest.fixture
 def job() -> Job:
-    return Job("base", "base policy", {"regime": "quick", "seed": 3, "scale": {"samples": 2}})
+    return Job(experiments.base, "base policy", {"regime": "quick", "seed": 3, "scale": {"samples": 2}})
 
 
 def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
@@ -85,7 +86,8 @@ def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
         time.sleep(0.1)
     assert not left
     lab = Laboratory(tmp_path, 1)
-    lab.run(Job(**{key: json.loads(path.read_text())[key] for key in Job._fields}) for path in done)
+    kept = [json.loads(path.read_text()) for path in done]
+    lab.run(Job(getattr(experiments, row["function"]), row["label"], row["arguments"]) for row in kept)
     lab.close()
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
@@ -140,9 +142,9 @@ def test_one_claim_anew_agrees_with_what_is_shipped(tmp_path):
     claim = json.loads(SHIPPED.read_text())["claims"][0]
     rate = max(claim["settings"]["validation"]["TOPR"].items(), key=lambda pair: pair[1])[0]
     lab, common = Laboratory(tmp_path, 1), {"regime": "quick", "seed": 9}
-    lab.run([Job("base", "", common | {"scale": {"samples": 16}})])
+    lab.run([Job(experiments.base, "", common | {"scale": {"samples": 16}})])
     how = common | {"rate": float(rate), "split": "test", "samples": 4}
-    jobs = [Job("train", name, how | {"loss": [name, {}]}) for name in ("TOPR", "REINFORCE")]
+    jobs = [Job(experiments.train, name, how | {"loss": [name, {}]}) for name in ("TOPR", "REINFORCE")]
     topr, reinforce = (np.mean(found["result"]["pass@1"]) for found in lab.run(jobs))
     lab.close()
     measured = claim["measured"]
@@ -177,3 +179,12 @@ def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
 def test_bad_arguments_get_a_sentence(run, arguments, words):
     code, _, err = run(reproduce.main, *arguments)
     assert code == 2 and words in err and err.count("\n") == 1
+
+
+def test_a_peak_of_noise_is_no_rise():
+    """Flat curves with noise do not rise to a peak, whatever their number of points."""
+    rng = np.random.default_rng(0)
+    curves = [list(0.3 + 0.02 * rng.normal(size=11)) for _ in range(400)]
+    rises = [curve[other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
+    assert abs(np.mean(rises)) < 0.004 < np.mean([max(curve) - curve[0] for curve in curves])
+    assert other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and other_peak([[0, 1, 0]], 0) == 1

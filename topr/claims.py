@@ -5,153 +5,16 @@ paired by seed, with 95% t-intervals over seeds. Learning rates are chosen for e
 pass@1 at the end, on a grid fixed beforehand, of the same size for all; results are read on test.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from topr.experiments import Job, Laboratory
+from topr import experiments
+from topr.laboratory import Job
+from topr.study import Study, above, below, best, over_seeds, verdict
 
-METHODS = {
-    "TOPR": ["TOPR", {}],
-    "positives only": ["PositivesOnly", {}],
-    "REINFORCE": ["REINFORCE", {}],
-    "PPO": ["PPO", {}],
-    "PPO, sequence ratio": ["PPO", {"ratio": "sequence"}],
-    "DPO": ["DPO", {}],
-}
 SHARES = [0.05, 0.15, 0.3, 0.5, 0.7, 0.9]
-STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]  # two-sided 95%, 1 to 10 degrees
-METRICS = ["pass@1", "maj", "invalid"]
-
-
-def over_seeds(values: list[float]) -> dict[str, Any]:
-    """Mean, 95% t-interval and the values themselves, one a seed."""
-    n, mean = len(values), float(np.mean(values))
-    quantile = STUDENT[n - 2] if 2 <= n <= len(STUDENT) + 1 else 1.96 + 2.5 / max(n - 1, 1)
-    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-    return {
-        "mean": round(mean, 5),
-        "interval": [round(mean - half, 5), round(mean + half, 5)] if n > 1 else None,
-        "values": [round(value, 5) for value in values],
-    }
-
-
-def below(summary: dict[str, Any], bound: float = 0.0) -> bool:
-    """Whether the whole interval lies below a bound."""
-    return summary["interval"] is not None and summary["interval"][1] < bound
-
-
-def above(summary: dict[str, Any], bound: float = 0.0) -> bool:
-    """Whether the whole interval lies above a bound."""
-    return summary["interval"] is not None and summary["interval"][0] > bound
-
-
-def best(scores: dict[float, float]) -> float:
-    """The learning rate of the best score."""
-    return max(scores, key=scores.get)
-
-
-@dataclass
-class Study:
-    """What the claims have in common: a laboratory, a regime, seeds, sizes."""
-
-    lab: Laboratory
-    regime: str
-    seeds: list[int]
-    rates: list[float]
-    scale: dict[str, int]  # of the base policies' data; see `Regime.make`
-    grid_seeds: int = 2
-    samples: int = 16  # responses to each test problem
-    points: int = 10  # validations of a curve
-    total: int = 3200  # trajectories of a given composition
-    prompts: int = 300  # of an iteration
-    verifier_steps: int = 400  # of the supervised training that makes a verifier of a base policy
-    pool: int = 32  # responses to each, from which Anna Karenina takes 8
-    results: dict[str, list[dict]] = field(default_factory=dict)
-
-    @cached_property
-    def bases(self) -> list[dict]:
-        """The base policies' trajectories, by seed."""
-        return self.lab.run(
-            self.job("base", f"base policy, seed {seed}", seed, scale=self.scale) for seed in self.seeds
-        )
-
-    def job(self, kind: str, label: str, seed: int, **arguments: Any) -> Job:
-        return Job(kind, f"{self.regime}: {label}", {"regime": self.regime, "seed": seed} | arguments)
-
-    @cached_property
-    def start(self) -> dict[str, dict]:
-        """The base policies on test."""
-        assert self.bases
-        how = {"split": "test", "samples": self.samples}
-        return self.lab.run(self.job("start", f"before training, seed {seed}", seed, **how) for seed in self.seeds)
-
-    def training(self, label: str, seed: int, loss: list, rate: float, **more: Any) -> Job:
-        how = {"split": "test", "samples": self.samples, "loss": loss, "rate": rate} | more
-        return self.job("train", f"{label}, rate {rate:g}, seed {seed}", seed, **how)
-
-    def train(self, runs: dict[str, dict[str, Any]]) -> dict[str, list[dict]]:
-        """Train each run on every seed, all side by side; results by label and seed."""
-        assert self.bases
-        jobs = [self.training(label, seed, **arguments) for label, arguments in runs.items() for seed in self.seeds]
-        found, n = self.lab.run(jobs), len(self.seeds)
-        return {label: found[i * n : (i + 1) * n] for i, label in enumerate(runs)}
-
-    def tuned(self, methods: dict[str, list], seeds: int | None = None, **more: Any) -> dict[str, dict[float, float]]:
-        """Mean validation pass@1 at the end, by method and rate of the grid."""
-        how = {"split": "val", "samples": 4} | more
-        cells = [(name, rate) for name in methods for rate in self.rates]
-
-        def job(cell: tuple[str, float], seed: int) -> Job:
-            name, rate = cell
-            return self.training(f"grid, {name}", seed, methods[name], rate, **how)
-
-        return self.scores(cells, job, seeds or self.grid_seeds)
-
-    def scores(
-        self, cells: list[tuple[str, float]], job: Callable[[tuple[str, float], int], Job], count: int
-    ) -> dict[str, dict[float, float]]:
-        """Mean pass@1 of jobs over the first `count` seeds, by name and rate."""
-        assert self.bases
-        seeds = self.seeds[:count]
-        found = self.lab.run(job(cell, seed) for cell in cells for seed in seeds)
-        grid: dict[str, dict[float, float]] = {}
-        for i, (name, rate) in enumerate(cells):
-            results = found[i * len(seeds) : (i + 1) * len(seeds)]
-            grid.setdefault(name, {})[rate] = round(float(np.mean(self.mean(results, "pass@1"))), 4)
-        return grid
-
-    @cached_property
-    def grid(self) -> dict[str, dict[float, float]]:
-        """Of the methods of the paper's Figures 3 and 4."""
-        return self.tuned(METHODS)
-
-    @cached_property
-    def ends(self) -> dict[str, list[dict]]:
-        """Those methods, each at its own rate, with curves; REINFORCE at TOPR's rate as well."""
-        runs = {name: {"loss": loss, "rate": best(self.grid[name])} for name, loss in METHODS.items()}
-        runs["REINFORCE, TOPR's rate"] = {"loss": METHODS["REINFORCE"], "rate": best(self.grid["TOPR"])}
-        return self.train({label: run | {"points": self.points} for label, run in runs.items()})
-
-    def mean(self, results: list[dict], metric: str) -> list[float]:
-        """A metric's mean over problems, by seed."""
-        return [float(np.mean(result["result"][metric])) for result in results]
-
-    def summary(self, results: list[dict]) -> dict[str, Any]:
-        return {metric: over_seeds(self.mean(results, metric)) for metric in METRICS}
-
-    def difference(self, one: list[dict], other: list[dict]) -> dict[str, Any]:
-        """One minus the other, paired by seed."""
-        pairs = {metric: (self.mean(one, metric), self.mean(other, metric)) for metric in METRICS}
-        return {metric: over_seeds([a - b for a, b in zip(*pair, strict=True)]) for metric, pair in pairs.items()}
-
-    def settings(self, **more: Any) -> dict[str, Any]:
-        given = {"regime": self.regime, "seeds": self.seeds, "rates": self.rates, "samples": self.samples}
-        return given | {"data": self.scale, "grid_seeds": self.grid_seeds} | more
 
 
 def claim_1(study: Study) -> dict[str, Any]:
@@ -159,8 +22,9 @@ def claim_1(study: Study) -> dict[str, Any]:
     start, ends = study.start, study.ends
     own, fast = ends["REINFORCE"], ends["REINFORCE, TOPR's rate"]
     curves = [[point["pass@1"] for point in result["curve"]] for result in own]
-    rise = over_seeds([max(curve) - curve[0] for curve in curves])
-    fall = over_seeds([curve[-1] - max(curve) for curve in curves])
+    peaks = [curve[other_peak(curves, i)] for i, curve in enumerate(curves)]
+    rise = over_seeds([peak - curve[0] for peak, curve in zip(peaks, curves, strict=True)])
+    fall = over_seeds([curve[-1] - peak for peak, curve in zip(peaks, curves, strict=True)])
     runs = {"before training": start, "TOPR": ends["TOPR"], "REINFORCE": own, "REINFORCE, TOPR's rate": fast}
     invalid = over_seeds(study.mean(fast, "invalid"))
     end = study.difference(fast, start)
@@ -175,6 +39,12 @@ def claim_1(study: Study) -> dict[str, Any]:
         "holds": verdict([above(rise) and below(fall), below(end["pass@1"]) and above(invalid, 0.5)]),
         "settings": study.settings(validation=study.grid),
     }
+
+
+def other_peak(curves: list[list[float]], i: int) -> int:
+    """Where the other seeds' mean curve peaks: one's own peak would be a peak of its noise, too."""
+    others = curves[:i] + curves[i + 1 :] or curves
+    return int(np.mean(others, axis=0).argmax())
 
 
 def claim_2(study: Study) -> dict[str, Any]:
@@ -335,7 +205,7 @@ def claim_7(study: Study) -> dict[str, Any]:
 
     def job(cell: tuple[str, float], seed: int, **more: Any) -> Job:
         given = {"way": ways[cell[0]], "rate": cell[1]} | how | more
-        return study.job("iterations", f"{cell[0]}, rate {cell[1]:g}, seed {seed}", seed, **given)
+        return study.job(experiments.iterations, f"{cell[0]}, rate {cell[1]:g}, seed {seed}", seed, **given)
 
     def halfway(cell: tuple[str, float], seed: int) -> Job:
         return job(cell, seed, count=2, split="val", samples=4)
@@ -383,7 +253,9 @@ def claim_8(study: Study) -> dict[str, Any]:
     """A generative verifier trained with TOPR: more accurate, fewer invalid critiques, better weighted votes."""
     assert study.bases
     how = {"rate": 3e-4, "samples": 8, "critiques": 4, "steps": study.verifier_steps}
-    found = study.lab.run(study.job("verifier", f"verifier, seed {seed}", seed, **how) for seed in study.seeds)
+    found = study.lab.run(
+        study.job(experiments.verifier, f"verifier, seed {seed}", seed, **how) for seed in study.seeds
+    )
     measured = {
         when: {name: over_seeds([result[when][name] for result in found]) for name in ("accuracy", "invalid")}
         for when in ("before", "after")
@@ -413,11 +285,6 @@ def claim_8(study: Study) -> dict[str, Any]:
         "holds": verdict([above(change["accuracy"]), below(change["invalid"]), above(gaps["@8"])]),
         "settings": study.settings(**how),
     }
-
-
-def verdict(checks: list[bool]) -> str:
-    """yes, no, or partly when only some parts of a criterion hold."""
-    return "yes" if all(checks) else "partly" if any(checks) else "no"
 
 
 CLAIMS: dict[int, Callable[[Study], dict[str, Any]]] = {number: globals()[f"claim_{number}"] for number in range(1, 9)}

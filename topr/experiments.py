@@ -1,22 +1,9 @@
-"""Experiments on the embedded tasks: base policies, trainings, iterations, verifiers, each a job with a JSON result.
+"""Experiments on the embedded tasks: base policies, trainings, iterations, verifiers, each a job with a JSON result."""
 
-Jobs run side by side, a process and a thread each. What a job found is kept under the digest of its arguments, so a
-killed study goes on where it stood, and studies share what they have in common.
-"""
-
-import hashlib
-import json
 import os
-import shutil
-import sys
-import time
-import warnings
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +13,9 @@ from topr import losses
 from topr.curation import Curation, curate
 from topr.datamodule import TrajectoryDataModule
 from topr.evaluation import derived_seed, per_problem, sample_and_grade
-from topr.io import atomic
 from topr.logprobs import score
 from topr.module import PolicyModule
 from topr.policy import export_policy, load_policy
-from topr.ranks import die_with_parent
 from topr.regimes import REGIMES, Regime
 from topr.sampling import LocalSampler
 from topr.tasks.arithmetic_verifier import ArithmeticVerifier, teach
@@ -42,68 +27,6 @@ from topr.trajectories import Trajectory, add_log_probs, read_trajectories, writ
 LOGGED = ["log_ratio/positives_mean", "log_ratio/negatives_mean", "weight/positives_truncated"]
 LOGGED += ["weight/negatives_truncated", "gradient/norm"]
 BINS = np.arange(-40.5, 11)  # of sequence log-ratios
-
-
-class Job(NamedTuple):
-    """A function of this module by its name, and its arguments, which JSON can hold."""
-
-    kind: str
-    label: str  # for the reader of the progress
-    arguments: dict[str, Any]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps([self.kind, self.arguments], sort_keys=True).encode()).hexdigest()[:16]
-
-
-class Laboratory:
-    """Runs jobs in `workers` processes and keeps what they found under `out`."""
-
-    def __init__(self, out: Path, workers: int):
-        self.out, self.workers = out, workers
-        (out / "jobs").mkdir(parents=True, exist_ok=True)
-        os.environ |= {"HF_DATASETS_CACHE": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-        os.environ |= {"OMP_NUM_THREADS": "1"}  # as fast as more for policies of this size
-        self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
-
-    def run(self, jobs: Iterable[Job]) -> list[dict[str, Any]]:
-        """What each job found, newly or before, in their order."""
-        jobs = list(jobs)
-        path = {job.digest: self.out / "jobs" / f"{job.digest}.json" for job in jobs}
-        missing = {job.digest: job for job in jobs if not path[job.digest].exists()}
-        running = {self.pool.submit(perform, job, self.out): job for job in missing.values()}
-        for number, done in enumerate(as_completed(running), 1):
-            took, told = done.result()
-            print(f"[{number}/{len(running)}] {running[done].label}: {told} ({took:.0f} s)", flush=True)
-        return [json.loads(path[job.digest].read_text()) for job in jobs]
-
-    def close(self) -> None:
-        self.pool.shutdown(cancel_futures=True)
-        shutil.rmtree(self.out / "cache", ignore_errors=True)
-
-
-def _quiet() -> None:
-    """A worker tells nothing but errors, and ends with the process that started it."""
-    import logging
-
-    die_with_parent()
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def perform(job: Job, out: Path) -> tuple[float, str]:
-    """Do a job in a folder of its own and write what it found; its CPU time and a word on it."""
-    folder, clock = out / "work" / job.digest, time.process_time()
-    shutil.rmtree(folder, ignore_errors=True)  # of a job that was killed
-    folder.mkdir(parents=True)
-    found = globals()[job.kind](out, folder, **job.arguments)
-    found |= {"cpu_s": time.process_time() - clock}
-    with atomic(out / "jobs" / f"{job.digest}.json") as path:
-        path.write_text(json.dumps({"kind": job.kind, "label": job.label, "arguments": job.arguments} | found))
-    shutil.rmtree(folder)
-    return found["cpu_s"], found.get("told", "done")
 
 
 class Records(Logger):
@@ -161,9 +84,6 @@ def measure(
 
 def told(result: dict[str, list[float]]) -> str:
     return ", ".join(f"{name} {100 * np.mean(result[name]):.1f}" for name in ("pass@1", "maj", "invalid"))
-
-
-# ---- the jobs
 
 
 def base(out: Path, folder: Path, regime: str, seed: int, scale: dict[str, int]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from topr.claims import METHODS, SHARES, Study, over_seeds
+from topr.claims import SHARES
 from topr.experiments import BINS
 from topr.io import atomic
+from topr.study import METHODS, Study, over_seeds
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -14,10 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from topr.claims import CLAIMS, METRICS, Study
-from topr.experiments import Laboratory
+from topr.claims import CLAIMS
 from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
+from topr.laboratory import Laboratory
 from topr.regimes import REGIMES, ROOT
+from topr.study import METRICS, Study
 
 FULL = {"train": 500, "val": 200, "test": 300, "samples": 16}  # problems, and trajectories of each for training
 QUICK = {"scale": {"samples": 5}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 1200}
