@@ -16,6 +16,7 @@ LAYERS = [
         "tasks.math", "tasks.verifier", "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
+    {"iterate", "progress"},
 ]  # fmt: skip
 
 

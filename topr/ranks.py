@@ -17,8 +17,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """Let a rank end with the process that started it, even by SIGKILL (Linux); what it has written is whole."""
-    if os.environ.get("LOCAL_RANK", "0") != "0" and sys.platform == "linux":
+    """Let a rank end with the process that started it, even by SIGKILL; what it has written is whole."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the one that started it ends (Linux)."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
