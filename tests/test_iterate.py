@@ -319,6 +319,11 @@ def test_bad_input_is_refused_before_anything_is_written(whole, more, words):
     assert not (whole.folder / "other").exists()
 
 
+def test_the_driver_is_no_rank(whole, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert whole.run(*arguments()) == 2 and "start topr.iterate once" in whole.log.read_text()
+
+
 def test_a_stage_that_refuses_its_input_speaks_for_all(tmp_path):
     driver = Driver(tmp_path)
     assert driver.run(*arguments("--model.policy=nowhere")) == 2

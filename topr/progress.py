@@ -89,21 +89,19 @@ def figure(path: Path, rows: list[dict[str, Any]], name: str) -> None:
 
     size = {"figsize": (6.4, 5.2), "height_ratios": [3, 1]}
     drawn, axes = pyplot.subplots(2, 1, sharex=True, layout="constrained", **size)
-    for axis, metric, colour in (
-        (axes[0], "pass@1", "C0"),
-        (axes[0], _majority(rows), "C1"),
-        (axes[1], "invalid", "C3"),
-    ):
+    curves = [(axes[0], "pass@1", "C0", -22), (axes[0], _majority(rows), "C1", 14), (axes[1], "invalid", "C3", 14)]
+    for axis, metric, colour, above in curves:
         place = [row["iteration"] for row in rows if metric in row]
         found = [row[metric] for row in rows if metric in row]
         mean = [100 * value["mean"] for value in found]
         ends = [[100 * abs(value["interval"][end] - value["mean"]) for value in found] for end in (0, 1)]
         axis.errorbar(place, mean, ends, marker="o", capsize=3, color=colour, label=metric)
         for x, y in zip(place, mean, strict=True):
-            axis.annotate(f"{y:.1f}", (x, y), (7, -11), textcoords="offset points", fontsize=8, color=colour)
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": colour}
+            axis.annotate(f"{y:.1f}", (x, y), (0, above), **style)
     for axis, label in zip(axes, ("correct, per cent", "invalid, per cent"), strict=True):
         axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(loc="lower right", frameon=False)
     axes[1].set_xticks([row["iteration"] for row in rows])
