@@ -19,7 +19,7 @@ LAYERS = [
         "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
-    {"regimes", "laboratory", "experiments", "study", "claims", "figures", "reproduce"},
+    {"iterate", "progress", "regimes", "laboratory", "experiments", "study", "claims", "figures", "reproduce"},
 ]  # fmt: skip
 
 

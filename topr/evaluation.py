@@ -207,7 +207,9 @@ def table(rows: dict[str, dict]) -> str:
     names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_metric(row[name])))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for label, row in rows.items():
-        lines.append(f"| {label} | " + " | ".join(_cell(name, row.get(name)) for name in names) + " |")
+        lines.append(
+            f"| {label} | " + " | ".join(cell(row.get(name), 1 if name == "length" else 100) for name in names) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -215,12 +217,12 @@ def _is_metric(value) -> bool:
     return isinstance(value, dict) and "interval" in value
 
 
-def _cell(name: str, value: dict | None) -> str:
+def cell(value: dict | None, scale: int = 100, sign: str = "") -> str:
+    """A mean with its interval, in per cent by default; `sign` is + for differences."""
     if value is None:
         return ""
-    scale = 1 if name == "length" else 100
     mean, low, high = (scale * number for number in (value["mean"], *value["interval"]))
-    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+    return f"{mean:{sign}.1f} [{low:.1f}, {high:.1f}]"
 
 
 def figure(path: Path, results: dict[str, dict[str, dict]]) -> None:
