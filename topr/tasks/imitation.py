@@ -26,6 +26,8 @@ def make_model(tokenizer):
     """A random Llama of 160k parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from topr.policy import check_forward, equip
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -38,7 +40,10 @@ def make_model(tokenizer):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    equip(model)
+    check_forward(model, "the base policy")  # lets it compute without padding
+    return model
 
 
 def imitate(
@@ -62,11 +67,12 @@ def imitate(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
     for step in range(steps):
-        prompts, responses = [], []
-        for prompt, (text, finished) in islice(demonstrations, batch_size):
-            prompts.append(np.array(tokenizer(prompt)["input_ids"]))
-            responses.append(np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * finished))
-        loss = -response_log_probs(model, pack(prompts, responses))[0].mean()
+        prompts, shown = zip(*islice(demonstrations, batch_size), strict=True)
+        ids = (tokenizer(list(texts))["input_ids"] for texts in (prompts, [text for text, _ in shown]))
+        ends = [[tokenizer.eos_token_id] * finished for _, finished in shown]
+        prompt_ids, response_ids = ([np.array(row) for row in rows] for rows in ids)
+        response_ids = [np.r_[row, end].astype(int) for row, end in zip(response_ids, ends, strict=True)]
+        loss = -response_log_probs(model, pack(prompt_ids, response_ids))[0].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
