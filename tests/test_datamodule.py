@@ -8,7 +8,8 @@ from conftest import make_policy, make_trajectories, write
 from lightning.pytorch.trainer.states import TrainerFn
 
 from topr.datamodule import TrajectoryDataModule
-from topr.losses import TOPR
+from topr.io import InputError
+from topr.losses import TOPR, REDDrop
 
 
 class PairLoss(TOPR):
@@ -115,3 +116,24 @@ def test_whole_groups_share_a_batch_without_a_loss_that_asks(files):
     group = [t.group for t in files[2]]
     batches = [{group[i] for i in batch} for batch in data.plan(0)]
     assert len(batches) > 5 and len(set().union(*batches)) == sum(map(len, batches))
+
+
+@pytest.mark.parametrize("loss", [REDDrop(), PairLoss()])
+def test_what_is_drawn_anew_each_epoch_is_the_same_after_a_resumption(files, loss):
+    whole = module(files, loss, epochs=3, tokens=60)
+    streams = []
+    for epoch in range(3):
+        whole.trainer.current_epoch = epoch
+        streams.append([(b.trajectory_B.tolist(), b.advantage_B.tolist()) for b in whole.train_dataloader()])
+    assert streams[0] != streams[1] and sorted(streams[0]) != sorted(streams[1])
+    resumed = module(files, loss, epochs=3, tokens=60)  # by another process, in the midst of the second epoch
+    resumed.trainer.current_epoch = 1
+    loader = resumed.train_dataloader()
+    loader.load_state_dict({"epoch": 1, "global_batches": 2})
+    rest = [(b.trajectory_B.tolist(), b.advantage_B.tolist()) for b in loader]
+    assert rest == streams[1][2 * resumed.microbatches(1) :]
+
+
+def test_whole_groups_and_pairs_exclude_each_other(files):
+    with pytest.raises(InputError, match="draws pairs"):
+        module(files, PairLoss(), whole_groups=True)

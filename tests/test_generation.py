@@ -14,7 +14,7 @@ from test_sampling import load
 from topr.generation import Rows, generate, sample_tokens
 from topr.logprobs import score
 from topr.lora import LoRA
-from topr.policy import load_policy
+from topr.policy import check_forward, equip, load_policy
 from topr.sampling import LocalSampler, Sampling
 
 SIZES = {
@@ -48,6 +48,8 @@ def make(family: str, **changes):
         **SIZES | FAMILIES.get(family, {}) | changes
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    equip(model)
+    check_forward(model, family)  # its attention is ours then, as that of every policy
     return model if family == "Gemma2" else model.double()  # its softmax, in float32, makes NaN of float64's masks
 
 

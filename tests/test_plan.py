@@ -67,6 +67,17 @@ def test_what_cannot_be_planned_is_refused():
         plan(np.arange(4), np.array([True, False, True, False]), grouping="pair")
 
 
+def test_a_pair_of_one_prompt_takes_it_once_and_what_is_in_no_pair_counts_nothing():
+    sizes = np.array([[0, 0, 1, 2], [200, 200, 200, 5], [100, 100, 100, 9000]])
+    how = {"ranks": 1, "unit": 2}
+    assert microbatch_count([np.array([0, 1])], sizes, microbatch_tokens=400, **how) == 1
+    for batch, tokens in (([0, 1], 399), ([0, 2], 599)):
+        with pytest.raises(InputError, match="a pair takes up"):
+            microbatch_count([np.array(batch)], sizes, microbatch_tokens=tokens, **how)
+    with pytest.raises(InputError, match="data.batch_size is 1"):
+        plan(np.zeros(4, dtype=int), np.array([True, False] * 2), grouping="pair", batch_size=1)
+
+
 def test_microbatch_count_is_the_least_that_fits():
     batches = [np.array([0, 1, 2, 3]), np.array([4, 5])]
     lengths = np.full(6, 4), np.array([6, 6, 6, 6, 16, 16])

@@ -26,7 +26,7 @@ def test_intervals_over_seeds_are_students():
     assert found["mean"] == 3 and found["values"] == [1, 2, 3, 4, 5]
     assert found["interval"] == pytest.approx([3 - half, 3 + half], abs=1e-4)
     assert over_seeds([0.5])["interval"] is None
-    assert not below(over_seeds([0.5]), 1) and not above(over_seeds([0.5]), 0)
+    assert below(over_seeds([0.5]), 1) is None and above(over_seeds([0.5]), 0) is None
     # coverage: of 95% intervals of normal samples, 95% hold the mean
     rng = np.random.default_rng(0)
     for n in (2, 3, 5, 8):
@@ -38,9 +38,15 @@ def test_intervals_over_seeds_are_students():
 
 
 def test_a_verdict_needs_every_part_of_its_criterion():
-    assert [verdict(checks) for checks in ([True, True], [True, False], [False, False])] == ["yes", "partly", "no"]
+    told = {(True, True): "yes", (True, False): "in part", (False, None): "no", (True, None): "undecided"}
+    for checks, holds in told.items():
+        found = verdict(dict(zip("ab", checks, strict=True)))
+        assert found["holds"] == holds
+        assert found["parts"]["a"] == {True: "yes", False: "no"}[checks[0]]
     summary = over_seeds([-0.2, -0.21, -0.19])
-    assert below(summary) and not above(summary) and not below(summary, -0.3)
+    assert below(summary) is True and above(summary) is False
+    assert below(summary, -0.3) is False and above(summary, -0.3) is True
+    assert below(summary, -0.2) is None and above(summary, -0.2) is None
 
 
 @pytest.fixture
@@ -75,19 +81,19 @@ def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
         str(tmp_path),
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(list(tmp_path.glob("jobs/*.json"))) < 2 and process.poll() is None:
+    kept = tmp_path / "kept" / "quick"
+    while len(list(kept.glob("jobs/*.json"))) < 2 and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("jobs/*.json")}
+    done = {path: path.stat().st_mtime_ns for path in kept.glob("jobs/*.json")}
     assert len(done) >= 2
     deadline = time.monotonic() + 20  # its worker ends with it
-    while (left := workers_of(tmp_path)) and time.monotonic() < deadline:
+    while (left := workers_of(kept)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
-    lab = Laboratory(tmp_path, 1)
-    kept = [json.loads(path.read_text()) for path in done]
-    lab.run(Job(getattr(experiments, row["function"]), row["label"], row["arguments"]) for row in kept)
+    lab, rows = Laboratory(kept, 1), [json.loads(path.read_text()) for path in done]
+    lab.run(Job(getattr(experiments, row["function"]), row["label"], row["arguments"]) for row in rows)
     lab.close()
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
@@ -114,7 +120,8 @@ def check_schema(found: dict) -> None:
     assert {"command", "commit", "hardware", "versions", "seconds", "claims"} <= set(found)
     for claim in found["claims"]:
         assert claim["statement"] == CLAIMS[claim["claim"]].__doc__.splitlines()[0].rstrip(".")
-        assert claim["holds"] in ("yes", "partly", "no") and claim["paper"] and claim["criterion"]
+        assert claim["holds"] in ("yes", "in part", "undecided", "no") and claim["paper"]
+        assert len(claim["parts"]) >= 2 and set(claim["parts"].values()) <= {"yes", "no", "undecided"}
         assert claim["settings"]["seeds"] == claim["seeds"]
         for table in (claim["measured"], claim["differences"]):
             assert table
@@ -172,7 +179,7 @@ def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
     [
         (["--claims", "1,9"], "--claims names 9"),
         (["--claims", "one"], "no list of numbers"),
-        (["--seeds", "0"], "--seeds is 0"),
+        (["--seeds", "1"], "--seeds is 1"),
         (["--workers", "0"], "--workers is 0"),
     ],
 )

@@ -77,7 +77,9 @@ def _attend_as_always(module, query, key, value, mask, scaling, softcap, kwargs)
     score = softcap * torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap))
     if mask is None:  # plainly causal
         mask = torch.ones(score.shape[2:], dtype=torch.bool, device=score.device).tril(key.shape[2] - query.shape[2])
-    weight = score.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    # not -inf: a pad on the left sees nothing, and NaN there would reach every token of the next layer
+    score = score.masked_fill(~mask, torch.finfo(score.dtype).min)
+    weight = score.softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weight @ value).transpose(1, 2).contiguous(), None
 
 

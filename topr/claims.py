@@ -30,14 +30,19 @@ def claim_1(study: Study) -> dict[str, Any]:
     end = study.difference(fast, start)
     return {
         "paper": "Figures 1 and 3: rises, then most outputs are degenerate by the end",
-        "criterion": "at its own rate validation pass@1 rises and falls again, and at TOPR's rate the policy ends "
-        "below where it began, with most responses invalid",
         "measured": {label: study.summary(results) for label, results in runs.items()}
         | {"REINFORCE on validation": {"rise to its peak": rise, "fall from its peak": fall}},
         "differences": {"REINFORCE, TOPR's rate, minus before training": end}
         | {"REINFORCE minus TOPR": study.difference(own, ends["TOPR"])},
-        "holds": verdict([above(rise) and below(fall), below(end["pass@1"]) and above(invalid, 0.5)]),
-        "settings": study.settings(validation=study.grid),
+        **verdict(
+            {
+                "at its own rate, accuracy on validation first rises": above(rise),
+                "and then falls": below(fall),
+                "at TOPR's rate it ends below where it began": below(end["pass@1"]),
+                "with most responses invalid": above(invalid, 0.5),
+            }
+        ),
+        "settings": study.settings(study.grid),
     }
 
 
@@ -50,27 +55,34 @@ def other_peak(curves: list[list[float]], i: int) -> int:
 def claim_2(study: Study) -> dict[str, Any]:
     """PPO makes little progress: most data leave the clip's range and lose their gradient."""
     start, ends = study.start, study.ends
-    half = [
-        (ppo - before) - (topr - before) / 2
-        for ppo, topr, before in zip(
-            *(study.mean(results, "pass@1") for results in (ends["PPO"], ends["TOPR"], start)), strict=True
+    names, measured, differences, parts = ["PPO", "PPO, sequence ratio"], {}, {}, {}
+    for name in names:
+        lost = over_seeds(
+            [without_gradient(result, base) for result, base in zip(ends[name], study.bases, strict=True)]
         )
-    ]
-    gain = over_seeds(half)
-    outside = over_seeds([result["ratios"]["sequences_outside"] for result in ends["PPO"]])
-    tokens = over_seeds([result["ratios"]["tokens_outside"] for result in ends["PPO"]])
+        columns = zip(*(study.mean(results, "pass@1") for results in (ends[name], ends["TOPR"], start)), strict=True)
+        gain = over_seeds([(ppo - before) - (topr - before) / 2 for ppo, topr, before in columns])
+        measured[name] = study.summary(ends[name]) | {"without gradient": lost}
+        differences[f"{name} minus TOPR"] = study.difference(ends[name], ends["TOPR"])
+        differences[f"{name} minus before training"] = study.difference(ends[name], start)
+        differences[f"{name}: gain minus half of TOPR's"] = {"pass@1": gain}
+        parts[f"{name} gains less than half of what TOPR gains"] = below(gain)
+        parts[f"at the end of {name}, most of the data has no gradient"] = above(lost, 0.5)
     return {
         "paper": "Figure 3: PPO hardly improves; most data leave [1 - 0.2, 1 + 0.2]",
-        "criterion": "PPO gains less than half of what TOPR gains, and at its end most stored responses have a ratio "
-        "beyond the clip's range",
-        "measured": {name: study.summary(ends[name]) for name in ("PPO", "PPO, sequence ratio", "TOPR")}
-        | {"stored data at PPO's end": {"responses outside": outside, "tokens outside": tokens}},
-        "differences": {"PPO minus TOPR": study.difference(ends["PPO"], ends["TOPR"])}
-        | {"PPO minus before training": study.difference(ends["PPO"], start)}
-        | {"PPO's gain minus half of TOPR's": {"pass@1": gain}},
-        "holds": verdict([below(gain), above(outside, 0.5)]),
-        "settings": study.settings(validation=study.grid),
+        "measured": {"before training": study.summary(start)} | measured | {"TOPR": study.summary(ends["TOPR"])},
+        "differences": differences,
+        **verdict(parts),
+        "settings": study.settings(study.grid),
     }
+
+
+def without_gradient(result: dict[str, Any], base: dict[str, Any]) -> float:
+    """Share of tokens (of the sequence ratio: responses) beyond their side of the clip, in the last fifth of a run."""
+    tail = {sign: result["logged"][f"weight/{sign}_truncated"] for sign in ("positives", "negatives")}
+    mean = {sign: np.mean(column[-(len(column) // 5 or 1) :]) for sign, column in tail.items()}
+    share = base["positive_share"]
+    return float(share * mean["positives"] + (1 - share) * mean["negatives"])
 
 
 def claim_3(study: Study) -> dict[str, Any]:
@@ -79,21 +91,23 @@ def claim_3(study: Study) -> dict[str, Any]:
     names = ["TOPR", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
     differences = {f"TOPR minus {name}": study.difference(ends["TOPR"], ends[name]) for name in names[1:]}
     gains = {f"{name} minus before training": study.difference(ends[name], start) for name in names}
-    fewer = all(below(differences[f"TOPR minus {name}"]["invalid"]) for name in names[1:])
     return {
         "paper": "Figure 3: DPO improves; TOPR is at least as good, and the one of the four that sharply lowers the "
         "share of invalid responses",
-        "criterion": "DPO ends above the start, TOPR above DPO, and TOPR leaves fewer invalid responses than each",
         "measured": {"before training": study.summary(start)} | {name: study.summary(ends[name]) for name in names},
         "differences": differences | gains,
-        "holds": verdict(
-            [
-                above(gains["DPO minus before training"]["pass@1"]),
-                above(differences["TOPR minus DPO"]["pass@1"]),
-                fewer and below(gains["TOPR minus before training"]["invalid"]),
-            ]
+        **verdict(
+            {
+                "DPO ends above the start": above(gains["DPO minus before training"]["pass@1"]),
+                "TOPR ends above DPO": above(differences["TOPR minus DPO"]["pass@1"]),
+                "TOPR lowers the share of invalid responses": below(gains["TOPR minus before training"]["invalid"]),
+            }
+            | {
+                f"TOPR leaves fewer invalid responses than {name}": below(differences[f"TOPR minus {name}"]["invalid"])
+                for name in names[1:]
+            }
         ),
-        "settings": study.settings(validation=study.grid),
+        "settings": study.settings(study.grid),
     }
 
 
@@ -101,22 +115,31 @@ def claim_4(study: Study) -> dict[str, Any]:
     """Positives only is stable but lower in pass@1 and maj@k; negatives rescue questions with few or no solutions."""
     start, ends = study.start, study.ends
     topr, positives = ends["TOPR"], ends["positives only"]
-    difference = study.difference(positives, topr)
+    difference, rescued = study.difference(positives, topr), by_difficulty(study, topr, positives)
     return {
         "paper": "Figure 4: lower in pass@1 and maj@16; negatives mostly help questions with few or no solutions",
-        "criterion": "positives only ends below TOPR in pass@1 and in maj@k, and above the start",
         "measured": {"before training": study.summary(start), "TOPR": study.summary(topr)}
         | {"positives only": study.summary(positives)},
         "differences": {"positives only minus TOPR": difference}
-        | {"TOPR minus positives only, by how often the base policy is right": by_difficulty(study, topr, positives)},
-        "holds": verdict(
-            [
-                below(difference["pass@1"]),
-                below(difference["maj"]),
-                above(study.difference(positives, start)["pass@1"]),
-            ]
+        | {"TOPR minus positives only, by how often the base policy is right": rescued},
+        **verdict(
+            {
+                "positives only ends below TOPR in pass@1": below(difference["pass@1"]),
+                f"and in maj@{study.samples}": below(difference["maj"]),
+                "it is stable: it ends above the start": above(study.difference(positives, start)["pass@1"]),
+                "negatives help most where the base policy is never or seldom right": above(
+                    over_seeds(
+                        [
+                            (hard - easy)
+                            for hard, easy in zip(
+                                rescued["up to a quarter"]["values"], rescued["more often"]["values"], strict=True
+                            )
+                        ]
+                    )
+                ),
+            }
         ),
-        "settings": study.settings(validation=study.grid),
+        "settings": study.settings(study.grid),
     }
 
 
@@ -135,7 +158,7 @@ def by_difficulty(study: Study, one: list[dict], other: list[dict]) -> dict[str,
 
 def claim_5(study: Study) -> dict[str, Any]:
     """Accuracy peaks at an effective share of positives of .1 to .2, whatever the data's share, and drops above .5."""
-    tables, peaks, differences, checks, grids, found = {}, {}, {}, [], {}, {}
+    tables, peaks, differences, parts, grids, found = {}, {}, {}, {}, {}, {}
     for p in (0.1, 0.5):
         methods = {f"data {p:.0%}, effective {share:.0%}": ["TOPR", {"positive_share": share}] for share in SHARES}
         grid = study.tuned(methods, 1, share=[p, study.total])
@@ -146,17 +169,17 @@ def claim_5(study: Study) -> dict[str, Any]:
         rows = {share: found[f"data {p:.0%}, effective {share:.0%}"] for share in SHARES}
         tables |= {f"data {p:.0%}, effective {share:.0%}": study.summary(row) for share, row in rows.items()}
         peaks[p] = max(SHARES, key=lambda share: np.mean(study.mean(rows[share], "pass@1")))
-        for share in (0.5, 0.9):
-            differences[f"data {p:.0%}: effective 15% minus {share:.0%}"] = study.difference(rows[0.15], rows[share])
-        checks += [peaks[p] == 0.15, above(differences[f"data {p:.0%}: effective 15% minus 90%"]["pass@1"])]
+        for share in (0.05, 0.5, 0.9):
+            gap = study.difference(rows[0.15], rows[share])
+            differences[f"data {p:.0%}: effective 15% minus {share:.0%}"] = gap
+            parts[f"data with {p:.0%} positives: an effective share of 15% beats {share:.0%}"] = above(gap["pass@1"])
     return {
         "paper": "Figure 5: the peak lies at an effective share of .1 to .2 for data with 10% and with 50% positives, "
         "and accuracy drops above .5",
-        "criterion": "of the effective shares tried, 15% is best for both data sets, and better than 90%",
         "measured": tables | {"best effective share": {f"data {p:.0%}": peak for p, peak in peaks.items()}},
         "differences": differences,
-        "holds": verdict(checks),
-        "settings": study.settings(validation=grids, trajectories=study.total, samples=min(8, study.samples)),
+        **verdict(parts),
+        "settings": study.settings(grids, grid_seeds=1, trajectories=study.total, samples=min(8, study.samples)),
     }
 
 
@@ -181,19 +204,19 @@ def claim_6(study: Study) -> dict[str, Any]:
         differences[f"TOPR minus IS, both clip 100{when}"] = study.difference(topr, importance)
     return {
         "paper": "Figure 7: untruncated importance sampling ends with 31% bad outputs, 12% before; TOPR improves",
-        "criterion": "clipped at 100, importance sampling ends below the start and TOPR above it, each at its own rate "
-        "and both at the largest of the grid",
         "measured": {"before training": study.summary(start)}
         | {label: study.summary(results) for label, results in found.items()},
         "differences": differences,
-        "holds": verdict(
-            [
-                check(differences[f"{name}, clip 100{when}, minus before training"]["pass@1"])
-                for name, check in (("IS", below), ("TOPR", above))
+        **verdict(
+            {
+                f"{name}, clip 100, ends {end} the start{when or ', own rate'}": check(
+                    differences[f"{name}, clip 100{when}, minus before training"]["pass@1"]
+                )
+                for name, check, end in (("IS", below, "below"), ("TOPR", above, "above"))
                 for when in ("", f", rate {largest:g}")
-            ]
+            }
         ),
-        "settings": study.settings(validation=grid, negatives=0.6, **more),
+        "settings": study.settings(grid, negatives=0.6, **more),
     }
 
 
@@ -236,16 +259,20 @@ def claim_7(study: Study) -> dict[str, Any]:
     }
     return {
         "paper": "Section 4.4, Figure 10: iterations keep improving; Anna Karenina 79.6% against 75.4% on GSM8K",
-        "criterion": "four uniform iterations end above one, and Anna Karenina ends above uniform",
         "measured": {f"{name}, after iteration {i}": study.summary(at(name, i)) for name in ways for i in range(5)}
         | shares,
         "differences": steps
         | {"uniform, four iterations minus one": (more := study.difference(at("uniform", 4), at("uniform", 1)))}
         | against,
-        "holds": verdict(
-            [above(more["pass@1"]), above(against["Anna Karenina minus uniform, after iteration 4"]["pass@1"])]
+        **verdict(
+            {
+                "four iterations end above one": above(more["pass@1"]),
+                "Anna Karenina ends above uniform": above(
+                    against["Anna Karenina minus uniform, after iteration 4"]["pass@1"]
+                ),
+            }
         ),
-        "settings": study.settings(validation=grid, **how | {"samples": 8}),
+        "settings": study.settings(grid, grid_seeds=1, **how | {"samples": 8}),
     }
 
 
@@ -279,10 +306,15 @@ def claim_8(study: Study) -> dict[str, Any]:
         gaps[f"@{k}"] = over_seeds([a - m for a, m in zip(after, majority, strict=True)])
     return {
         "paper": "Table 2: accuracy 32.6 to 70.9%, invalid 34.2 to 0.9%; weighted self-consistency 55.5 to 61.5",
-        "criterion": "training raises accuracy, lowers invalid critiques, and the weighted vote beats the majority @8",
         "measured": measured | {"votes": votes},
         "differences": {"after minus before": change, "weighted vote minus majority": gaps},
-        "holds": verdict([above(change["accuracy"]), below(change["invalid"]), above(gaps["@8"])]),
+        **verdict(
+            {
+                "training raises the verifier's accuracy": above(change["accuracy"]),
+                "and lowers its share of invalid critiques": below(change["invalid"]),
+                "the vote of 8, weighted by it, beats the majority": above(gaps["@8"]),
+            }
+        ),
         "settings": study.settings(**how),
     }
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from topr.evaluation import check_prompts, missing_parts
 from topr.io import InputError, check_counts, check_folder, first_line
 from topr.loaders import ProblemLoader, TrainLoader, numbered
-from topr.losses import advantage_share, silent_groups
+from topr.losses import advantage_share, positives, silent_groups
 from topr.plan import epoch_plan, microbatch_count
 from topr.policy_files import vocabulary_and_context
 from topr.ranks import refuse
@@ -139,39 +139,52 @@ class TrajectoryDataModule(LightningDataModule):
         """Derive lengths and advantages from the whole data set.
 
         Raises:
-            InputError: what `prepare_data` found.
+            InputError: what `prepare_data` found, or the loss, or the plan of the first epoch.
         """
         refuse(self.refusal)
-        if stage != "fit":
-            return
+        if stage == "fit":
+            try:
+                self._plan()
+            except InputError as error:
+                self.refusal = error
+            refuse(self.refusal)
+
+    def _plan(self) -> None:
         table, loss = self.rows.data.table, self.trainer.lightning_module.loss
         self.reward = table["reward"].to_numpy()
         lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
         self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
         # a dictionary of each of its chunks would be made anew for all of them
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        self.grouping = "group" if loss.grouping == "none" and self.whole_groups else loss.grouping
+        if self.whole_groups and loss.grouping == "pair":
+            raise InputError(
+                f"data.whole_groups is true, but {type(loss).__name__} draws pairs, which are shuffled one by one; set "
+                "it to false"
+            )
+        self.grouping = "group" if self.whole_groups else loss.grouping
         # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch
         self.trainer.reload_dataloaders_every_n_epochs = 1
         if self.val is None:
             self.trainer.limit_val_batches = 0
         shares, silent = self.shares(), silent_groups(self.advantage(0), self.group)
         told = f", {silent} of them without a gradient" if loss.grouping == "group" else ""
+        baseline = f" at baseline {shares['baseline']:.3g}" if "baseline" in shares else ""
         rank_zero_info(
             f"{len(self.reward)} trajectories in {self.group.max() + 1} groups{told}, {self.sizes[2].sum()} response "
             f"tokens, mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
-            f"{shares['effective_positive_share']:.1%} at baseline {shares['baseline']:.3g}; {len(self.plan(0))} "
-            f"updates an epoch of {self.microbatches(0)} micro-batch(es)"
+            f"{shares['effective_positive_share']:.1%}{baseline}; {len(self.plan(0))} updates an epoch "
+            f"of {self.microbatches(0)} micro-batch(es)"
         )
 
     def shares(self) -> dict[str, float]:
-        """The share p of positives, the effective share, and the mean of what was subtracted from the rewards."""
-        advantage = self.advantage(0)
-        return {
-            "positive_share": float((advantage >= 0).mean()),
+        """The share p of positives, the effective share, and the baseline of a loss that subtracts one everywhere."""
+        advantage, of_group = self.advantage(0), self.trainer.lightning_module.loss.grouping == "group"
+        shares = {
+            "positive_share": float(positives(advantage, of_group).mean()),
             "effective_positive_share": advantage_share(advantage),
-            "baseline": float(np.mean(self.reward.astype(np.float64) - advantage)),
         }
+        baseline = {"baseline": float(np.mean(self.reward.astype(np.float64) - advantage))}
+        return shares if of_group else shares | baseline
 
     @property
     def unit(self) -> int:

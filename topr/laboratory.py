@@ -8,16 +8,19 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from topr.io import atomic
+from topr.io import InputError, atomic
 from topr.ranks import die_with_parent
 
 
@@ -42,7 +45,7 @@ class Laboratory:
     """Runs jobs in `workers` processes and keeps what they found under `out`."""
 
     def __init__(self, out: Path, workers: int):
-        self.out, self.workers = out, workers
+        self.out, self.commits = out, set()  # the latter of what was found
         (out / "jobs").mkdir(parents=True, exist_ok=True)
         os.environ |= {"HF_DATASETS_CACHE": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
         os.environ |= {"OMP_NUM_THREADS": "1"}  # as fast as more for policies of this size
@@ -57,11 +60,23 @@ class Laboratory:
         for number, done in enumerate(as_completed(running), 1):
             took, told = done.result()
             print(f"[{number}/{len(running)}] {running[done].label}: {told} ({took:.0f} s)", flush=True)
-        return [json.loads(path[job.digest].read_text()) for job in jobs]
+        found = [json.loads(path[job.digest].read_text()) for job in jobs]
+        self.commits |= {result["commit"] for result in found}
+        return found
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.out / "cache", ignore_errors=True)
+
+
+@cache
+def commit() -> str | None:
+    """The project's commit, where git knows it."""
+    with suppress(OSError):
+        told = subprocess.run(
+            ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], capture_output=True, text=True
+        )
+        return told.stdout.strip() or None
 
 
 def _quiet() -> None:
@@ -77,8 +92,11 @@ def perform(job: Job, out: Path) -> tuple[float, str]:
     folder, clock = out / "work" / job.digest, time.process_time()
     shutil.rmtree(folder, ignore_errors=True)  # of a job that was killed
     folder.mkdir(parents=True)
-    found = job.function(out, folder, **job.arguments)
-    found |= {"cpu_s": time.process_time() - clock}
+    try:
+        found = job.function(out, folder, **job.arguments)
+    except InputError as error:
+        raise InputError(f"{job.label}: {error}") from error
+    found |= {"cpu_s": time.process_time() - clock, "commit": commit()}
     with atomic(out / "jobs" / f"{job.digest}.json") as path:
         path.write_text(
             json.dumps({"function": job.function.__name__, "label": job.label, "arguments": job.arguments} | found)

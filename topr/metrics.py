@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from topr.losses import advantage_share
+from topr.losses import advantage_share, positives
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -64,14 +64,16 @@ def bootstrap_interval(values: np.ndarray, resamples: int = 2000, seed: int = 0)
     return float(low), float(high)
 
 
-def training_statistics(rows: dict[str, np.ndarray]) -> dict[str, float]:
+def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> dict[str, float]:
     """What is logged of one global batch; the README's glossary explains each name.
 
     Args:
         rows: per-trajectory arrays [B]: reward, advantage, length (response tokens), loss, objective, log_ratio,
             weight, truncated, and gradient (squared norm of the loss's gradient at the hidden states).
+        of_group: whether advantages are of a group, where 0 is neither sign.
     """
-    advantage, weight, positive = rows["advantage"], rows["weight"], rows["advantage"] >= 0
+    advantage, weight = rows["advantage"], rows["weight"]
+    positive, negative = positives(advantage, of_group), advantage < 0
     statistics = {
         "train/loss": rows["loss"].mean(),
         "train/objective": rows["objective"].mean(),
@@ -81,7 +83,7 @@ def training_statistics(rows: dict[str, np.ndarray]) -> dict[str, float]:
         "weight/effective_sample_size": weight.sum() ** 2 / max((weight**2).sum() * len(weight), 1e-12),
         "gradient/positive_share": rows["gradient"][positive].sum() / max(rows["gradient"].sum(), 1e-45),
     }
-    for sign, chosen in (("positives", positive), ("negatives", ~positive)):
+    for sign, chosen in (("positives", positive), ("negatives", negative)):
         if chosen.any():
             log_ratio = rows["log_ratio"][chosen]
             statistics |= {
@@ -91,6 +93,6 @@ def training_statistics(rows: dict[str, np.ndarray]) -> dict[str, float]:
                 f"drift/{sign}": (log_ratio / rows["length"][chosen]).mean(),
                 f"weight/{sign}_truncated": rows["truncated"][chosen].mean(),
             }
-    if not positive.all():
-        statistics["weight/negatives_below_0.01"] = (weight[~positive] < 0.01).mean()
+    if negative.any():
+        statistics["weight/negatives_below_0.01"] = (weight[negative] < 0.01).mean()
     return {name: float(value) for name, value in statistics.items()}

@@ -21,7 +21,7 @@ from topr.ranks import gather, refuse, total_norm
 
 MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
 MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
-COLUMNS = ["real", "trajectory", "reward", "advantage", "length", "loss", "objective", "log_ratio", "weight"]
+COLUMNS = ["real", "reward", "advantage", "length", "loss", "objective", "log_ratio", "weight"]
 COLUMNS += ["truncated", "gradient"]
 
 
@@ -36,12 +36,14 @@ class Monitor:
     def __init__(self, module: LightningModule, clock: tuple[int, float]):
         self.module, self.speed = module, Throughput(module.policy, clock)
         self.rows: list[Tensor] = []
+        self.numbers: list[Tensor] = []  # whole ones, which float32 would round
         self.untrained: Tensor | None = None
 
     def collect(self, output: LossOutput, hidden_ND: Tensor, batch: MicroBatch) -> None:
         """Keep a micro-batch's values until its backward has run."""
-        given = batch.real_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
+        given = batch.real_B, batch.reward_B, batch.advantage_B, batch.tokens.length_B
         self.rows.append(torch.stack([column.detach().float() for column in (*given, *output)]))
+        self.numbers.append(batch.trajectory_B)
         hidden_ND.retain_grad()
         self.pending = hidden_ND, batch.tokens
 
@@ -59,10 +61,11 @@ class Monitor:
         Raises:
             InputError: the data claims to come from this policy and its log mu does not fit, or a number is not finite.
         """
-        local, self.rows = torch.cat(self.rows, dim=1).cpu().numpy(), []
-        trainer = self.module.trainer
-        values = np.concatenate(gather(local), axis=1)
-        rows = dict(zip(COLUMNS, values[:, values[0] > 0], strict=True))  # without fillers
+        local = torch.cat(self.rows, dim=1).cpu().numpy(), torch.cat(self.numbers).cpu().numpy()
+        self.rows, self.numbers, trainer = [], [], self.module.trainer
+        values, numbers = (np.concatenate(parts, axis=-1) for parts in zip(*gather(local), strict=True))
+        real = values[0] > 0  # no filler
+        rows = dict(zip(COLUMNS, values[:, real], strict=True)) | {"trajectory": numbers[real]}
         self.norm = total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
         self._check_finite(rows, float(self.norm), step)
         last = [parameter for parameter in self.module.parameters() if parameter.requires_grad][-1]
@@ -77,12 +80,12 @@ class Monitor:
             )
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
-        statistics = (
-            training_statistics(rows) | {"gradient/norm": float(self.norm)} | self.speed.read(trainer.world_size)
-        )
-        if self.module.loss.grouping == "group":
-            group = trainer.datamodule.group[rows["trajectory"].astype(int)]
-            statistics["train/groups_without_signal"] = silent_groups(rows["advantage"], group)
+        of_group = self.module.loss.grouping == "group"
+        statistics = training_statistics(rows, of_group) | {"gradient/norm": float(self.norm)}
+        statistics |= self.speed.read(trainer.world_size)
+        if of_group:
+            silent = silent_groups(rows["advantage"], trainer.datamodule.group[rows["trajectory"]])
+            statistics["train/groups_without_signal"] = silent
         # Lightning's own way takes a fifth of a tiny model's time, and repeats an earlier figure where one is absent
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
         for logger in self.module.loggers:
@@ -101,7 +104,7 @@ class Monitor:
         if found is None and np.isfinite(norm):
             return
         # where no trajectory's own numbers show it, it arose on the way down through the layers
-        chosen = np.sort(bad[found] if found else rows["trajectory"]).astype(int)
+        chosen = np.sort(bad[found] if found else rows["trajectory"])
         data = self.module.trainer.datamodule
         places = zip(*data.place(chosen[:3]), strict=True)
         named = ", ".join(f"row {row} of {data.files[file]}" for file, row in places)
@@ -145,7 +148,7 @@ class Monitor:
                 InputError(
                     f"data.train says that policy {policy!r} sampled it, but before the first update "
                     f"{'the largest |log pi - log mu|' if exact else 'the median |log pi - log mu| per token'} is "
-                    f"{found:.3g}, expected at most {bound} (worst: row {worst:.0f}); score the responses again with "
+                    f"{found:.3g}, expected at most {bound} (worst: row {worst}); score the responses again with "
                     "this policy"
                 )
             )

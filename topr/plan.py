@@ -38,7 +38,9 @@ def epoch_plan(
         return np.split(order, range(batch_size, len(order), batch_size))
     if grouping == "pair":
         pairs = rng.permutation(_pairs(group, positive, rng))
-        size = max(1, batch_size // 2)
+        if batch_size < 2:
+            raise InputError("data.batch_size is 1, but this loss needs pairs; set it to 2 at least")
+        size = batch_size // 2
         return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
     rank = rng.permutation(group.max() + 1)
     order = np.argsort(rank[group], kind="stable")
@@ -84,7 +86,12 @@ def microbatch_count(
     Raises:
         InputError: a unit alone is longer than `microbatch_tokens`.
     """
-    if (longest := unit * sizes[1:].sum(axis=0).max()) > microbatch_tokens:
+    longest = 0
+    for batch in plan:
+        prompt, prompt_length, length = sizes[:, batch].reshape(3, -1, unit)
+        apart = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]  # neighbours that share no prompt
+        longest = max(longest, int((prompt_length[:, 0] + length.sum(axis=1) + apart.sum(axis=1)).max()))
+    if longest > microbatch_tokens:
         raise InputError(
             f"data.microbatch_tokens is {microbatch_tokens} but {'a pair' if unit == 2 else 'a trajectory'} takes up "
             f"to {longest} tokens; raise it"

@@ -8,16 +8,17 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from topr.claims import CLAIMS
+from topr.figures import draw
 from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
 from topr.laboratory import Laboratory
-from topr.regimes import REGIMES, ROOT
+from topr.regimes import REGIMES
 from topr.study import METRICS, Study
 
 FULL = {"train": 500, "val": 200, "test": 300, "samples": 16}  # problems, and trajectories of each for training
@@ -45,21 +46,23 @@ def parse() -> argparse.Namespace:
     if unknown := set(args.claims) - set(CLAIMS):
         raise InputError(f"--claims names {min(unknown)}; choose from {min(CLAIMS)} to {max(CLAIMS)}")
     args.seeds = (2 if args.quick else 5) if args.seeds is None else args.seeds
-    check_counts("--", seeds=args.seeds, workers=args.workers)
+    check_counts("--", least=2, seeds=args.seeds)  # one has no interval
+    check_counts("--", workers=args.workers)
     check_folder("--out", args.out)
     return args
 
 
 def origin(args: argparse.Namespace) -> dict[str, Any]:
     """Where and with what the claims were measured."""
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "command": f"python -m topr.reproduce --claims {','.join(map(str, args.claims))} --seeds {args.seeds}"
         + f" --regime {args.regime}" * (args.regime != "quick")
         + " --quick" * args.quick,
-        "commit": commit.stdout.strip() or None,
-        "hardware": f"{args.workers} processes on {cpu[0].split(':')[1].strip() if cpu else platform.processor()}",
+        "hardware": f"{args.workers} processes on {cpu}",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
     }
 
@@ -76,7 +79,8 @@ def markdown(found: dict[str, Any]) -> str:
         )
     for claim in found["claims"]:
         lines += ["", f"## Claim {claim['claim']}: {claim['statement']}", "", f"![](claim_{claim['claim']}.png)", ""]
-        lines += [f"Criterion: {claim['criterion']}. Verdict: **{claim['holds']}**."]
+        lines += [f"Holds here: **{claim['holds']}**.", ""]
+        lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
         for title in ("measured", "differences"):
             names = list(dict.fromkeys(name for row in claim[title].values() for name in row))
             tables = [METRICS] if set(names) <= set(METRICS) else [METRICS, [n for n in names if n not in METRICS]]
@@ -101,15 +105,14 @@ def cell(value: Any) -> str:
 
 
 def headline(claim: dict[str, Any]) -> str:
-    """The first difference of a claim."""
-    label, row = next(iter(claim["differences"].items()))
-    name = next(iter(row))
-    return f"{label}: {name} {cell(row[name])}"
+    """What holds of a claim."""
+    return "; ".join(f"{part}: {answer}" for part, answer in claim["parts"].items())
 
 
 def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
-    lab = Laboratory(args.out, args.workers)
+    # a quick study shares no result with a full one
+    lab = Laboratory(args.out / "kept" / ("quick" if args.quick else "full"), args.workers)
     given = {"scale": FULL, "rates": REGIMES[args.regime].rates} | (QUICK if args.quick else {})
     study = Study(lab, args.regime, list(range(1, args.seeds + 1)), **given)
     found = origin(args) | {"claims": []}
@@ -120,13 +123,11 @@ def run(args: argparse.Namespace) -> None:
             statement = CLAIMS[number].__doc__.splitlines()[0].rstrip(".")
             claim = {"claim": number, "statement": statement, "seeds": study.seeds} | claim
             found["claims"].append(claim)
-            from topr.figures import draw
-
             draw(number, study, claim, args.out / f"claim_{number}.png")
             print(f"claim {number} holds: {claim['holds']} ({headline(claim)})", flush=True)
     finally:
         lab.close()
-    found["seconds"] = round(time.perf_counter() - began)
+    found |= {"commit": ", ".join(sorted(map(str, lab.commits))), "seconds": round(time.perf_counter() - began)}
     for name, text in (("claims.json", json.dumps(found, indent=1) + "\n"), ("claims.md", markdown(found))):
         with atomic(args.out / name) as path:
             path.write_text(text)

@@ -21,6 +21,7 @@ METHODS = {
 }
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]  # two-sided 95%, 1 to 10 degrees
 METRICS = ["pass@1", "maj", "invalid"]
+ANSWERS = {True: "yes", False: "no", None: "undecided"}
 
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
@@ -35,19 +36,31 @@ def over_seeds(values: list[float]) -> dict[str, Any]:
     }
 
 
-def below(summary: dict[str, Any], bound: float = 0.0) -> bool:
-    """Whether the whole interval lies below a bound."""
-    return summary["interval"] is not None and summary["interval"][1] < bound
+def below(summary: dict[str, Any], bound: float = 0.0) -> bool | None:
+    """Whether the interval lies below a bound; None where it holds the bound, or there is none."""
+    low, high = summary["interval"] or (-math.inf, math.inf)
+    return True if high < bound else False if low > bound else None
 
 
-def above(summary: dict[str, Any], bound: float = 0.0) -> bool:
-    """Whether the whole interval lies above a bound."""
-    return summary["interval"] is not None and summary["interval"][0] > bound
+def above(summary: dict[str, Any], bound: float = 0.0) -> bool | None:
+    """Whether the interval lies above a bound; None as in `below`."""
+    under = below(summary, bound)
+    return None if under is None else not under
 
 
-def verdict(checks: list[bool]) -> str:
-    """yes, no, or partly when only some parts of a criterion hold."""
-    return "yes" if all(checks) else "partly" if any(checks) else "no"
+def verdict(parts: dict[str, bool | None]) -> dict[str, Any]:
+    """Whether a claim holds, and which parts of it: `undecided` where intervals do not tell and nothing speaks against.
+
+    In part: some parts hold, and others do not.
+    """
+    checks = list(parts.values())
+    if all(checks):
+        holds = "yes"
+    elif False in checks:
+        holds = "in part" if True in checks else "no"
+    else:
+        holds = "undecided"
+    return {"holds": holds, "parts": {part: ANSWERS[check] for part, check in parts.items()}}
 
 
 def best(scores: dict[float, float]) -> float:
@@ -150,6 +163,10 @@ class Study:
         pairs = {metric: (self.mean(one, metric), self.mean(other, metric)) for metric in METRICS}
         return {metric: over_seeds([a - b for a, b in zip(*pair, strict=True)]) for metric, pair in pairs.items()}
 
-    def settings(self, **more: Any) -> dict[str, Any]:
-        given = {"regime": self.regime, "seeds": self.seeds, "rates": self.rates, "samples": self.samples}
-        return given | {"data": self.scale, "grid_seeds": self.grid_seeds} | more
+    def settings(self, grid: dict[str, dict[float, float]] | None = None, **more: Any) -> dict[str, Any]:
+        """What a claim was measured with; of a grid also which methods would perhaps want a rate beyond it."""
+        given = {"regime": self.regime, "seeds": self.seeds, "samples": self.samples, "data": self.scale}
+        if grid is not None:
+            edges = [name for name, scores in grid.items() if best(scores) in (min(self.rates), max(self.rates))]
+            given |= {"rates": self.rates, "grid_seeds": self.grid_seeds, "validation": grid, "at_edge": edges}
+        return given | more

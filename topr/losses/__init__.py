@@ -9,6 +9,7 @@ from topr.losses.shares import (
     baseline_for_share,
     baseline_from_rewards,
     effective_positive_share,
+    positives,
     silent_groups,
 )
 from topr.losses.tapered import IS, REINFORCE, TIS, TOPR, PositivesOnly, rho
@@ -17,6 +18,7 @@ from topr.losses.weighted import CISPO, RECOneSide, RECRing, RECTwoSide
 __all__ = [
     "AsymRE", "CISPO", "DPO", "GRPO", "GSPO", "IS", "KTO", "LARGEST", "Loss", "LossOutput", "OPMD", "PPO",
     "PositivesOnly", "RECOneSide", "RECRing", "RECTwoSide", "REDDrop", "REDWeight", "REINFORCE", "RLOO", "TIS",
-    "TOPR", "advantage_share", "baseline_for_share", "baseline_from_rewards", "effective_positive_share", "rho",
+    "TOPR", "advantage_share", "baseline_for_share", "baseline_from_rewards", "effective_positive_share",
+    "positives", "rho",
     "silent_groups", "sum_tokens",
 ]  # fmt: skip

@@ -52,6 +52,11 @@ def baseline_from_rewards(reward: np.ndarray, effective_share: float) -> float:
     return (low + high) / 2
 
 
+def positives(advantage: np.ndarray, of_group: bool) -> np.ndarray:
+    """Which trajectories are positives: A >= 0, but A > 0 of advantages within a group, where 0 has no gradient."""
+    return advantage > 0 if of_group else advantage >= 0
+
+
 def silent_groups(advantage: np.ndarray, group: np.ndarray) -> int:
     """Groups that have no gradient: every advantage in them is 0."""
     return len(np.setdiff1d(group, group[advantage != 0]))
