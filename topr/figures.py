@@ -75,7 +75,7 @@ def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
         _curve(right, study.ends[label], "invalid", label)
     left.set_ylabel("validation pass@1, per cent")
     right.set_ylabel("invalid responses, per cent")
-    left.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="center right")
 
 
 def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
