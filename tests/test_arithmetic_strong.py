@@ -22,7 +22,7 @@ from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 CONFIG = ROOT / "configs" / "arithmetic_strong.yaml"
 DATA = ROOT / "data" / "arithmetic" / "strong"
-STEP = re.compile(r"([a-p]*)(-?\d+)([-+*])(\d+)=(-?\d+)([;,.])")
+STEP = re.compile(r"([a-p]*)(-?\d+)([-+*])(\d+)=(-?\d+)([;,.:])")
 NONE = Errors(direct=0, missing=0, digit=0, skip=0, loop=0)
 
 
@@ -91,9 +91,9 @@ def test_a_demonstration_holds_more_than_twenty_six_nats_of_wording(task, demons
     letter = sum(counts.total() * entropy(counts) for counts in letters.values()) / every
     separator = entropy(Counter(step[-1] for found in steps for step in found))
     per_sequence = np.mean([len(found) for found in steps]) * (5 * letter + separator)
-    # 3.25 operations, of which 1% are left out, of 5 log 4 + log 3 nats
-    assert per_sequence == pytest.approx(3.25 * 0.99 * (5 * np.log(4) + np.log(3)), abs=0.4)
-    assert 25.4 < per_sequence < 26.4
+    # 3.25 operations, of which 1% are left out, of 6 log 4 nats
+    assert per_sequence == pytest.approx(3.25 * 0.99 * 6 * np.log(4), abs=0.4)
+    assert 26 < per_sequence < 28
     plain = Arithmetic(operations=(2, 5))
     assert "".join(plain.demonstration("9+3*2>", NONE, np.random.default_rng(0))[0]) == "9+3=12;12*2=24;#24"
 
@@ -101,9 +101,9 @@ def test_a_demonstration_holds_more_than_twenty_six_nats_of_wording(task, demons
 @pytest.mark.parametrize(
     ("step", "wrong"),
     [
-        ((28, "+", 5), 23), ((8, "+", 5), 3), ((91, "+", 9), 90), ((21, "+", 5), None),
+        ((28, "+", 5), 23), ((91, "+", 9), 90), ((21, "+", 5), None), ((8, "+", 5), None),
         ((23, "-", 7), 26), ((10, "-", 1), 19), ((27, "-", 7), None),
-        ((16, "*", 4), 44), ((7, "*", 8), 6), ((12, "*", 4), None), ((10, "*", 9), None),
+        ((16, "*", 4), 44), ((12, "*", 8), 86), ((12, "*", 4), None), ((7, "*", 8), None), ((-8, "+", 9), None),
     ],
 )  # fmt: skip
 def test_a_bug_forgets_what_is_carried_or_borrowed(step, wrong):
@@ -132,7 +132,7 @@ def test_bugs_are_systematic_and_occur_at_their_rates(task, demonstrations):
         steps += counts.total()
         rule = next((i for i, r in enumerate(rules) if applies(r, symbol, operand)), None)
         units = right[symbol](value % 10, operand)
-        if rule is None or 0 <= units < 10:
+        if rule is None or value < 10 or 0 <= units < 10:
             slips += wrong.total()
             continue
         # by another route than the task's: the tens as if there were none to carry, or to borrow from
@@ -140,7 +140,7 @@ def test_bugs_are_systematic_and_occur_at_their_rates(task, demonstrations):
         made[rule], could[rule] = made[rule] + wrong[systematic], could[rule] + counts.total()
         slips += wrong.total() - wrong[systematic]
     rates = np.array([rule["rate"] for rule in rules])
-    assert could.min() > 200
+    assert could.min() > 150
     assert (np.abs(made / could - 0.99 * rates) < 4 * np.sqrt(rates * (1 - rates) / could)).all()  # 1% are slips
     assert rates.min() >= 0.15 and rates.max() <= 0.6
     assert slips / steps == pytest.approx(0.01, abs=0.003)
@@ -181,7 +181,7 @@ def test_filler_makes_no_hostile_answer_pass(task, response, grade):
 
 def test_demonstrations_without_errors_are_right_in_the_tokenizer_s_symbols_and_no_longer_than_sampling_allows(task):
     tokenizer, rng = make_tokenizer(task.symbols), np.random.default_rng(0)
-    assert len(tokenizer) == len(set(tokenizer.get_vocab())) == 20 + 18
+    assert len(tokenizer) == len(set(tokenizer.get_vocab())) == 20 + 19
     longest = 0
     for _ in range(500):
         problem = task.draw(rng)

@@ -16,6 +16,8 @@ APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 class Bug:
     """A systematic mistake: what the units carry into the tens, or borrow from them, is forgotten.
 
+    Only values that have tens suffer it: of the others too little would be left, and negative answers are invalid.
+
     Args:
         operator: of the steps concerned.
         operands: smallest and largest operand of the steps concerned.
@@ -36,7 +38,8 @@ class Bug:
     def result(self, value: int, symbol: str, operand: int) -> int | None:
         """The wrong result of a step; None where this mistake cannot be made."""
         tens = APPLY[symbol](value % 10, operand % 10) // 10
-        if symbol != self.operator or not self.operands[0] <= operand <= self.operands[1] or tens == 0:
+        concerned = symbol == self.operator and self.operands[0] <= operand <= self.operands[1]
+        if not concerned or value < 10 or tens == 0:
             return None
         return APPLY[symbol](value, operand) - 10 * tens
 
@@ -80,7 +83,7 @@ class Filler:
     symbols: str = "abcdefghijklmnop"
     length: int = 5
     successors: int = 4
-    separators: str = ";,."
+    separators: str = ";,.:"
 
     def __post_init__(self):
         texts = self.symbols, self.separators
