@@ -1,4 +1,4 @@
-"""The two embedded settings that carry the claims, and how their base policies are made."""
+"""The embedded settings that carry the claims, and how their base policies are made."""
 
 import shutil
 from pathlib import Path
@@ -17,12 +17,13 @@ ROOT = Path(__file__).parent.parent
 class Regime(NamedTuple):
     """A task, its base policy and how it is trained."""
 
-    name: str
     task: Arithmetic
     optimizer: type[torch.optim.Optimizer]
     rates: list[float]  # of learning: the grid, the same for every method
     stages: list[tuple[int, float]]  # updates and learning rates of the base policy's supervised training
     batch_size: int  # of it
+    scale: dict[str, int]  # problems of train, val and test, and trajectories of a training problem
+    claims: list[int]  # that are measured with it
     shipped: Path
 
     def make(self, folder: Path, seed: int, scale: dict[str, int]) -> None:
@@ -51,7 +52,15 @@ class Regime(NamedTuple):
 
 
 REGIMES = {
+    # a weak base, low entropy, large movement: the quick start
     "quick": Regime(
-        "quick", Arithmetic(), torch.optim.AdamW, [2e-5, 1e-4, 3e-4, 1e-3], [(1150, 3e-3)], 96, ROOT / "data/arithmetic"
+        task=Arithmetic(),
+        optimizer=torch.optim.AdamW,
+        rates=[2e-5, 1e-4, 3e-4, 1e-3],
+        stages=[(1150, 3e-3)],
+        batch_size=96,
+        scale={"train": 500, "val": 200, "test": 300, "samples": 16},
+        claims=[1, 2, 3, 4, 5, 6, 7, 8],
+        shipped=ROOT / "data/arithmetic",
     ),
 }

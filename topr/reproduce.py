@@ -21,14 +21,13 @@ from topr.laboratory import Laboratory
 from topr.regimes import REGIMES
 from topr.study import METRICS, Study
 
-FULL = {"train": 500, "val": 200, "test": 300, "samples": 16}  # problems, and trajectories of each for training
 QUICK = {"scale": {"samples": 5}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 1200}
 QUICK |= {"prompts": 100, "pool": 16, "verifier_steps": 100}
 
 
 def parse() -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__.splitlines()[0])
-    parser.add_argument("--claims", default=",".join(map(str, CLAIMS)), help="of 1 to 8, with commas (default: all)")
+    parser.add_argument("--claims", help="of 1 to 8, with commas (default: all of the regime)")
     parser.add_argument("--seeds", type=int, help="base policies, data, orders (default 5; with --quick 2)")
     parser.add_argument("--regime", choices=REGIMES, default="quick", help="the embedded setting (default quick)")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder (default runs/claims)")
@@ -39,12 +38,15 @@ def parse() -> argparse.Namespace:
         help="a few minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
     )
     args = parser.parse_args()
+    known = REGIMES[args.regime].claims
     try:
-        args.claims = sorted({int(number) for number in args.claims.split(",")})
+        args.claims = sorted({int(number) for number in args.claims.split(",")}) if args.claims else known
     except ValueError:
         raise InputError(f"--claims {args.claims!r} is no list of numbers; write for example 1,2,3") from None
-    if unknown := set(args.claims) - set(CLAIMS):
-        raise InputError(f"--claims names {min(unknown)}; choose from {min(CLAIMS)} to {max(CLAIMS)}")
+    if unknown := set(args.claims) - set(known):
+        raise InputError(
+            f"--claims names {min(unknown)}; choose from {', '.join(map(str, known))}, those of the regime"
+        )
     args.seeds = (2 if args.quick else 5) if args.seeds is None else args.seeds
     check_counts("--", least=2, seeds=args.seeds)  # one has no interval
     check_counts("--", workers=args.workers)
@@ -113,7 +115,10 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     # a quick study shares no result with a full one
     lab = Laboratory(args.out / "kept" / ("quick" if args.quick else "full"), args.workers)
-    given = {"scale": FULL, "rates": REGIMES[args.regime].rates} | (QUICK if args.quick else {})
+    regime = REGIMES[args.regime]
+    given = {"scale": regime.scale, "rates": regime.rates, "samples": regime.scale["samples"]} | (
+        QUICK if args.quick else {}
+    )
     study = Study(lab, args.regime, list(range(1, args.seeds + 1)), **given)
     found = origin(args) | {"claims": []}
     try:
