@@ -259,7 +259,8 @@ def test_every_trajectory_of_every_epoch_is_used_once_by_whole_groups(run, tmp_p
     assert len(counts) > 1
 
 
-def test_two_ddp_ranks_make_the_update_of_one(shifted, tmp_path):
+@pytest.mark.parametrize("loss", ["topr", "grpo", "dpo"])  # trajectories, whole groups, pairs
+def test_two_ddp_ranks_make_the_update_of_one(shifted, tmp_path, loss):
     """For FSDP2 see test_sharding.py; here Lightning starts the second process."""
     policy, data, _ = shifted
     problems = ROOT / "data" / "arithmetic" / "val.jsonl"
@@ -267,7 +268,8 @@ def test_two_ddp_ranks_make_the_update_of_one(shifted, tmp_path):
         sys.executable, ROOT / "train.py", "fit", "--config", ROOT / "configs" / "arithmetic.yaml", *QUIET,
         f"--model.policy={policy}", f"--data.train={data}", "--model.optimizer=torch.optim.SGD",
         "--model.optimizer.init_args.lr=0.5", "--data.batch_size=10", "--data.microbatch_tokens=60",
-        f"--data.test={problems}", "--data.samples=1", "--model.sampler.init_args.rows=99",
+        "--config", ROOT / "configs" / "loss" / f"{loss}.yaml", "--data.samples=1",
+        f"--data.test={problems if loss == 'topr' else 'null'}", "--model.sampler.init_args.rows=99",
     ]  # fmt: skip
     for name, more in (
         ("one", []),
@@ -281,9 +283,10 @@ def test_two_ddp_ranks_make_the_update_of_one(shifted, tmp_path):
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
     events = [EventAccumulator(str(folder)).Reload() for folder in folders]
-    for tag in ("train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"):
+    tags = ["train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"]
+    for tag in tags + ["train/groups_without_signal"] * (loss == "grpo"):
         one, other = ([event.value for event in run.Scalars(tag)] for run in events)
-        assert len(one) == 3
+        assert len(one) == (1 if loss == "dpo" else 3)
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
 
 
