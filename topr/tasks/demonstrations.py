@@ -83,7 +83,7 @@ class Filler:
     symbols: str = "abcdefghijklmnop"
     length: int = 5
     successors: int = 4
-    separators: str = ";,.:"
+    separators: str = ";,."
 
     def __post_init__(self):
         texts = self.symbols, self.separators
