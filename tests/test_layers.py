@@ -19,7 +19,10 @@ LAYERS = [
         "curation", "datamodule", "loaders", "generation", "sampling", "evaluation",
     },
     {"monitor", "module", "optim", "trainer"},
-    {"iterate", "progress", "regimes", "laboratory", "experiments", "study", "claims", "figures", "reproduce"},
+    {
+        "iterate", "progress", "regimes", "laboratory", "experiments", "first_order", "study", "claims", "figures",
+        "reproduce",
+    },
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from topr import experiments, reproduce
@@ -96,6 +97,22 @@ def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
     lab.run(Job(getattr(experiments, row["function"]), row["label"], row["arguments"]) for row in rows)
     lab.close()
     assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
+    lab = tmp_path / "lab"
+    monkeypatch.setitem(experiments.REGIMES, "quick", experiments.REGIMES["quick"]._replace(optimizer=torch.optim.SGD))
+    common = {"regime": "quick", "seed": 1}
+    experiments.base(lab, tmp_path, **common, scale={"samples": 1})
+    how = common | {"loss": ["IS", {}], "rate": 1e30, "split": "val", "samples": 2, "points": 2}
+    found = experiments.train(lab, tmp_path, **how)
+    json.dumps(found, allow_nan=False)
+    assert len(found["curve"]) == 3 and found["curve"][0]["pass@1"] > 0.1 and found["curve"][-1]["pass@1"] == 0
+    assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
+    assert np.mean(found["result"]["invalid"]) == 1
+    chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}
+    found = experiments.iterations(lab, tmp_path, **chain, split="val", samples=2)
+    assert len(found["results"]) == 3 and len(found["shares"]) == 2 and np.mean(found["result"]["invalid"]) == 1
 
 
 def workers_of(folder) -> list[str]:

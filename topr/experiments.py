@@ -13,8 +13,10 @@ from topr import losses
 from topr.curation import Curation, curate
 from topr.datamodule import TrajectoryDataModule
 from topr.evaluation import derived_seed, per_problem, sample_and_grade
-from topr.logprobs import score
+from topr.io import DivergedError
+from topr.logprobs import response_log_probs, score
 from topr.module import PolicyModule
+from topr.packing import pack
 from topr.policy import export_policy, load_policy
 from topr.regimes import REGIMES, Regime
 from topr.sampling import LocalSampler
@@ -52,34 +54,49 @@ class Records(Logger):
 def fit(
     folder: Path, regime: Regime, policy: Path, data: Path, loss: losses.Loss, rate: float, seed: int, **more: Any
 ) -> tuple[PolicyModule, dict[str, Any]]:
-    """Train for an epoch by the project's own trainer; the module, and what was logged."""
+    """Train for an epoch by the project's own trainer; the module, and what was logged.
+
+    A training that diverges ends; from there on its curve is that of a policy without valid responses.
+    """
     records = Records(folder)
     module = PolicyModule(str(policy), regime.task, loss, partial(regime.optimizer, lr=rate), LocalSampler(), threads=1)
     points = more.pop("points", 0)
     given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 2, "seed": seed}
     trajectories = TrajectoryDataModule(train=str(data), **given | more)
-    Trainer(
+    trainer = Trainer(
         accelerator="cpu", max_epochs=1, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
         val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module, trajectories)  # fmt: skip
+    )  # fmt: skip
+    diverged = False
+    try:
+        trainer.fit(module, trajectories)
+    except DivergedError:
+        diverged = True
     curve = [
         {"step": step} | {name.removeprefix("val/"): row[name] for name in row if name.startswith("val/")}
         for step, row in records.rows
         if "val/pass@1" in row
     ]
+    if diverged and points:
+        curve += [{"step": module.global_step, "pass@1": 0.0, "invalid": 1.0}] * (points + 1 - len(curve))
     logged = {name: [row[name] for _, row in records.rows if name in row] for name in LOGGED}
-    return module, {"curve": curve, "logged": logged, "steps": module.global_step}
+    return module, {"curve": curve, "logged": logged, "steps": module.global_step, "diverged": diverged}
 
 
 def measure(
     model: torch.nn.Module, tokenizer, task: Task, problems: list[Problem], samples: int, seed: int
 ) -> dict[str, list[float]]:
-    """Each problem's pass@1, maj@samples and share of invalid responses."""
+    """Each problem's pass@1, maj@samples, share of invalid responses and mean length."""
     how = problems, samples, task.sampling, derived_seed(seed, 7)
     values = per_problem(sample_and_grade(LocalSampler(), model, tokenizer, task, *how))
     names = {"pass@1": "pass@1", "maj": f"maj@{samples}", "invalid": "invalid", "length": "length"}
     return {name: values[column].round(6).tolist() for name, column in names.items()}
+
+
+def nothing(problems: list[Problem]) -> dict[str, list[float]]:
+    """What `measure` would find of a policy without valid responses, which one is that has diverged."""
+    return {name: [value] * len(problems) for name, value in (("pass@1", 0.0), ("maj", 0.0), ("invalid", 1.0))}
 
 
 def told(result: dict[str, list[float]]) -> str:
@@ -99,7 +116,7 @@ def base(out: Path, folder: Path, regime: str, seed: int, scale: dict[str, int])
 
 def home(out: Path, regime: str, seed: int) -> Path:
     """The folder of a base policy."""
-    return out / "bases" / f"{regime}-{seed}"
+    return out / "bases" / f"{REGIMES[regime].bases}-{seed}"
 
 
 def start(out: Path, folder: Path, regime: str, seed: int, split: str, samples: int) -> dict[str, Any]:
@@ -121,7 +138,7 @@ def train(
     samples: int,
     points: int = 0,
     share: list | None = None,
-    optimizer: str | None = None,
+    budget: int | None = None,
 ) -> dict[str, Any]:
     """Train from the base policy and measure the end on a split.
 
@@ -136,21 +153,22 @@ def train(
         samples: responses to each of its problems.
         points: validations on the way.
         share: of positives to train on, and trajectories in all; None for the data as sampled.
-        optimizer: of torch.optim, in the place of the regime's.
+        budget: trajectories of a problem; None for all.
     """
     setting, place = REGIMES[regime], home(out, regime, seed)
-    if optimizer is not None:
-        setting = setting._replace(optimizer=getattr(torch.optim, optimizer))
     data = place / "train.parquet"
-    if share is not None:
+    if share or budget:
+        by_share = share and Curation("share", share=share[0], total=share[1], seed=seed)
         data = folder / "train.parquet"
-        curate([str(place / "train.parquet")], data, Curation("share", share=share[0], total=share[1], seed=seed))
+        curate([str(place / "train.parquet")], data, by_share or Curation("uniform", budget=budget, seed=seed))
     name, arguments = loss
     val = str(place / "val.jsonl") if points else None
     how = data, getattr(losses, name)(**arguments), rate, seed
     module, found = fit(folder, setting, place / "base", *how, val=val, points=points)
     model = module.policy.eval()
     problems = setting.task.problems(place / f"{split}.jsonl")
+    if found["diverged"]:
+        return found | {"result": nothing(problems), "told": "diverged", "ratios": None}
     result = measure(model, module.tokenizer, setting.task, problems, samples, seed)
     rows = read_trajectories(data)[::8]
     return found | {"result": result, "told": told(result), "ratios": ratios(model, rows)}
@@ -170,6 +188,42 @@ def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, Any]:
     return clipped | {
         "tokens_outside": float(np.concatenate(outside).mean()),
         "sequences_outside": float((np.abs(np.exp(h.clip(-20, 20)) - 1) > 0.2).mean()),
+    }
+
+
+def gradients(out: Path, folder: Path, regime: str, seed: int, count: int) -> dict[str, Any]:
+    """Of the gradients of (log π)/T at the base policy: products of their means by sign, and their variances.
+
+    Args:
+        out: of the study.
+        folder: of this job.
+        regime: its name.
+        seed: of the base policy, and of the choice of responses.
+        count: responses of each sign, by chance.
+    """
+    place = home(out, regime, seed)
+    model, rows = load_policy(str(place / "base")).eval(), read_trajectories(place / "train.parquet")
+    weights, rng = list(model.parameters()), np.random.default_rng(seed)
+    by_sign = [rng.permutation([i for i, t in enumerate(rows) if t.reward * sign > 0]) for sign in (1, -1)]
+    count = min(count, *map(len, by_sign))
+    total, squares = [], []
+    for chosen in by_sign:
+        total.append(torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float64))
+        squares.append(0.0)
+        for t in (rows[i] for i in chosen[:count]):
+            tokens = pack([np.array(t.prompt_ids)], [np.array(t.response_ids)])
+            parts = torch.autograd.grad(response_log_probs(model, tokens)[0].mean(), weights)
+            gradient = torch.cat([part.flatten() for part in parts]).double()
+            total[-1] += gradient
+            squares[-1] += float(gradient @ gradient)
+    own = [(float(s @ s) - square) / (count * (count - 1)) for s, square in zip(total, squares, strict=True)]
+    cross = float(total[0] @ total[1]) / count**2
+    return {
+        "products": [*own, cross],  # unbiased: no response is multiplied with itself
+        "variances": [square / count - product for square, product in zip(squares, own, strict=True)],
+        "entropy": float(np.mean([-np.sum(t.ref_logprobs) for t in rows])),
+        "positive_share": float(np.mean([t.reward > 0 for t in rows])),
+        "told": f"cosine of positives and negatives {cross / np.sqrt(own[0] * own[1]):.2f}",
     }
 
 
@@ -203,7 +257,11 @@ def iterations(
         write_trajectories(files[0], rows, about)
         done = curate([str(files[0])], files[1], Curation(way, budget=budget, seed=seed), i)
         shares.append([done[when]["positive_share"] for when in ("before", "after")])
-        module, _ = fit(folder / str(i), setting, policy, files[1], losses.TOPR(), rate, seed)
+        module, fitted = fit(folder / str(i), setting, policy, files[1], losses.TOPR(), rate, seed)
+        if fitted["diverged"]:
+            results += [nothing(test)] * (count - i)
+            shares += [[0.0, 0.0]] * (count - 1 - i)
+            return {"results": results, "result": results[-1], "shares": shares, "told": "diverged"}
         policy, model = folder / str(i) / "policy", module.policy.eval()
         results.append(measure(model, tokenizer, task, test, samples, seed))
     return {"results": results, "result": results[-1], "shares": shares, "told": told(results[-1])}

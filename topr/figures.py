@@ -7,7 +7,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from topr.claims import SHARES
 from topr.experiments import BINS
 from topr.io import atomic
 from topr.study import METHODS, Study, over_seeds
@@ -114,18 +113,26 @@ def _four(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 
 def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for axis, metric, name in ((left, "pass@1", "test pass@1"), (right, "invalid", "invalid test responses")):
+    shown = [(left, "pass@1", "test pass@1", "")]
+    if study.small_rate:
+        shown.append((right, "pass@1", f"test pass@1, all at a rate of {study.small_rate:g}", ", small rate"))
+    else:
+        shown.append((right, "invalid", "invalid test responses", ""))
+    for axis, metric, name, when in shown:
         axis.axvspan(0.1, 0.2, color="grey", alpha=0.2, linewidth=0, label="the paper's best")
         for colour, p in (("C0", 0.1), ("C1", 0.5)):
-            rows = [claim["measured"][f"data {p:.0%}, effective {share:.0%}"][metric] for share in SHARES]
+            names = [f"data {p:.0%}, effective {share:.0%}{when}" for share in study.shares]
+            rows = [claim["measured"][row][metric] for row in names]
             mean = [100 * row["mean"] for row in rows]
             ends = [
                 [100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)
             ]
-            axis.errorbar(SHARES, mean, ends, capsize=2, marker="o", color=colour, label=f"data with {p:.0%} positives")
+            axis.errorbar(
+                study.shares, mean, ends, capsize=2, marker="o", color=colour, label=f"data with {p:.0%} positives"
+            )
         axis.set_xlabel("effective share of positives")
         axis.set_ylabel(f"{name}, per cent")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(bottom=None if study.small_rate else 0)
     left.legend(frameon=False, fontsize=8)
 
 

@@ -21,6 +21,10 @@ class InputError(ValueError):
     """Bad input or configuration, told in one sentence: what, where, what was expected, the remedy."""
 
 
+class DivergedError(InputError):
+    """Training has come to numbers that are NaN or infinite."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """One whose errors are an `InputError`, and which takes no argument by its first letters."""
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from topr.io import InputError
+from topr.io import DivergedError, InputError
 from topr.loaders import MicroBatch
 from topr.losses import LossOutput, silent_groups, sum_tokens
 from topr.metrics import training_statistics
@@ -59,7 +59,8 @@ class Monitor:
         """Check every update and the first two batches; log every `log_every_n_steps`.
 
         Raises:
-            InputError: the data claims to come from this policy and its log mu does not fit, or a number is not finite.
+            InputError: the data claims to come from this policy and its log mu does not fit.
+            DivergedError: a number is not finite.
         """
         local = torch.cat(self.rows, dim=1).cpu().numpy(), torch.cat(self.numbers).cpu().numpy()
         self.rows, self.numbers, trainer = [], [], self.module.trainer
@@ -109,7 +110,7 @@ class Monitor:
         places = zip(*data.place(chosen[:3]), strict=True)
         named = ", ".join(f"row {row} of {data.files[file]}" for file, row in places)
         refuse(
-            InputError(
+            DivergedError(
                 f"update {step + 1}: the {found or 'gradient of the weights'} is NaN or infinite for {len(chosen)} of "
                 f"its {len(rows['trajectory'])} trajectories ({named}{', …' if len(chosen) > 3 else ''}); nothing was "
                 "updated, and earlier checkpoints are kept: look at these rows, lower the learning rate or take "

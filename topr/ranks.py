@@ -60,4 +60,4 @@ def refuse(error: InputError | None) -> None:
         return
     if rank():
         raise SystemExit(0)
-    raise InputError(errors[0]) from error
+    raise type(error or InputError())(errors[0]) from error

@@ -8,7 +8,7 @@ import torch
 
 from topr.curation import Curation, curate
 from topr.io import InputError
-from topr.tasks.arithmetic import Arithmetic
+from topr.tasks.arithmetic import Arithmetic, configured
 from topr.tasks.making import make
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +25,8 @@ class Regime(NamedTuple):
     scale: dict[str, int]  # problems of train, val and test, and trajectories of a training problem
     claims: list[int]  # that are measured with it
     shipped: Path
+    bases: str  # name of its base policies, which regimes may share
+    study: dict[str, Any] = {}  # what a `Study` is made with, where its defaults do not fit
 
     def make(self, folder: Path, seed: int, scale: dict[str, int]) -> None:
         """Write base policy, problems and trajectories under `folder`.
@@ -51,16 +53,40 @@ class Regime(NamedTuple):
         make(self.task, folder, seed, self.stages, self.batch_size, problems, scale["samples"])
 
 
+_STRONG = Regime(
+    task=configured(ROOT / "configs/arithmetic_strong.yaml", {}),
+    optimizer=torch.optim.SGD,
+    rates=[0.01, 0.03, 0.1, 0.3],
+    stages=[(1000, 3e-3), (800, 1.5e-3), (700, 5e-4)],
+    batch_size=128,
+    # a pool from which data with 10% positives can be taken, though three quarters of it are positive
+    scale={"train": 500, "val": 200, "test": 500, "samples": 32},
+    claims=[1, 4, 5, 6, 7],
+    shipped=ROOT / "data/arithmetic/strong",
+    bases="strong",
+    study={"methods": ["TOPR", "positives only", "REINFORCE"], "budget": 8, "total": 4096, "samples": 8}
+    | {"grid_seeds": 1, "shares": [0.05, 0.15, 0.5, 0.9], "small_rate": 0.01},
+)
+_ADAMW = {"optimizer": torch.optim.AdamW, "rates": [2e-5, 1e-4, 3e-4, 1e-3]}
+
 REGIMES = {
     # a weak base, low entropy, large movement: the quick start
     "quick": Regime(
         task=Arithmetic(),
-        optimizer=torch.optim.AdamW,
-        rates=[2e-5, 1e-4, 3e-4, 1e-3],
+        **_ADAMW,
         stages=[(1150, 3e-3)],
         batch_size=96,
         scale={"train": 500, "val": 200, "test": 300, "samples": 16},
         claims=[1, 2, 3, 4, 5, 6, 7, 8],
         shipped=ROOT / "data/arithmetic",
+        bases="quick",
+    ),
+    # a strong base, high entropy, small movement
+    "strong": _STRONG,
+    # what the optimiser decides
+    "strong_adamw": _STRONG._replace(**_ADAMW, claims=[1, 4, 5, 6], study=_STRONG.study | {"small_rate": 2e-5}),
+    # what entropy decides: the same problems and mistakes, without the wording
+    "plain": _STRONG._replace(
+        task=configured(ROOT / "configs/arithmetic_strong.yaml", {"filler": None}), claims=[5, 6], bases="plain"
     ),
 }

@@ -30,7 +30,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--claims", help="of 1 to 8, with commas (default: all of the regime)")
     parser.add_argument("--seeds", type=int, help="base policies, data, orders (default 5; with --quick 2)")
     parser.add_argument("--regime", choices=REGIMES, default="quick", help="the embedded setting (default quick)")
-    parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="folder (default runs/claims)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/claims"), help="folder (default runs/claims); a regime's under it"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument(
         "--quick",
@@ -94,6 +96,8 @@ def markdown(found: dict[str, Any]) -> str:
                         f"| {label} | {' | '.join(cell(row.get(name)) for name in columns)} |"
                         for label, row in rows.items()
                     ]
+        lines += [""] * ("explanation" in claim)
+        lines += [f"- {name}: {number(row)}" for name, row in claim.get("explanation", {}).items()]
         lines += ["", f"Settings: `{json.dumps(claim['settings'])}`"]
     return "\n".join(lines) + "\n"
 
@@ -106,6 +110,11 @@ def cell(value: Any) -> str:
     return f"{100 * value['mean']:.1f}{ends or ''}"
 
 
+def number(row: dict[str, Any]) -> str:
+    """A summary in its own units."""
+    return f"{row['mean']:.2f}" + (" [{:.2f}, {:.2f}]".format(*row["interval"]) if row["interval"] else "")
+
+
 def headline(claim: dict[str, Any]) -> str:
     """What holds of a claim."""
     return "; ".join(f"{part}: {answer}" for part, answer in claim["parts"].items())
@@ -116,10 +125,9 @@ def run(args: argparse.Namespace) -> None:
     # a quick study shares no result with a full one
     lab = Laboratory(args.out / "kept" / ("quick" if args.quick else "full"), args.workers)
     regime = REGIMES[args.regime]
-    given = {"scale": regime.scale, "rates": regime.rates, "samples": regime.scale["samples"]} | (
-        QUICK if args.quick else {}
-    )
+    given = {"scale": regime.scale, "rates": regime.rates} | regime.study | (QUICK if args.quick else {})
     study = Study(lab, args.regime, list(range(1, args.seeds + 1)), **given)
+    folder = args.out / args.regime if args.regime != "quick" else args.out
     found = origin(args) | {"claims": []}
     try:
         for number in args.claims:
@@ -128,15 +136,15 @@ def run(args: argparse.Namespace) -> None:
             statement = CLAIMS[number].__doc__.splitlines()[0].rstrip(".")
             claim = {"claim": number, "statement": statement, "seeds": study.seeds} | claim
             found["claims"].append(claim)
-            draw(number, study, claim, args.out / f"claim_{number}.png")
+            draw(number, study, claim, folder / f"claim_{number}.png")
             print(f"claim {number} holds: {claim['holds']} ({headline(claim)})", flush=True)
     finally:
         lab.close()
     found |= {"commit": ", ".join(sorted(map(str, lab.commits))), "seconds": round(time.perf_counter() - began)}
     for name, text in (("claims.json", json.dumps(found, indent=1) + "\n"), ("claims.md", markdown(found))):
-        with atomic(args.out / name) as path:
+        with atomic(folder / name) as path:
             path.write_text(text)
-    print(f"\n{markdown(found).split('## ')[0]}wrote claims.json, claims.md and figures under {args.out}")
+    print(f"\n{markdown(found).split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,10 @@ class Study:
     seeds: list[int]
     rates: list[float]
     scale: dict[str, int]  # of the base policies' data; see `Regime.make`
+    methods: list[str] = field(default_factory=lambda: list(METHODS))  # of the paper's Figures 3 and 4
+    budget: int | None = None  # trajectories of a problem that they are trained on; None for all
+    shares: list[float] = field(default_factory=lambda: [0.05, 0.15, 0.3, 0.5, 0.7, 0.9])  # effective, of positives
+    small_rate: float | None = None  # of learning, for all shares alike
     grid_seeds: int = 2
     samples: int = 16  # responses to each test problem
     points: int = 10  # validations of a curve
@@ -142,14 +146,19 @@ class Study:
     @cached_property
     def grid(self) -> dict[str, dict[float, float]]:
         """Of the methods of the paper's Figures 3 and 4."""
-        return self.tuned(METHODS)
+        return self.tuned({name: METHODS[name] for name in self.methods}, **self.sampled)
+
+    @property
+    def sampled(self) -> dict[str, int]:
+        """Argument of a training on the data as sampled."""
+        return {"budget": self.budget} if self.budget else {}
 
     @cached_property
     def ends(self) -> dict[str, list[dict]]:
         """Those methods, each at its own rate, with curves; REINFORCE at TOPR's rate as well."""
-        runs = {name: {"loss": loss, "rate": best(self.grid[name])} for name, loss in METHODS.items()}
+        runs = {name: {"loss": METHODS[name], "rate": best(self.grid[name])} for name in self.methods}
         runs["REINFORCE, TOPR's rate"] = {"loss": METHODS["REINFORCE"], "rate": best(self.grid["TOPR"])}
-        return self.train({label: run | {"points": self.points} for label, run in runs.items()})
+        return self.train({label: run | {"points": self.points} | self.sampled for label, run in runs.items()})
 
     def mean(self, results: list[dict], metric: str) -> list[float]:
         """A metric's mean over problems, by seed."""
