@@ -64,7 +64,7 @@ _STRONG = Regime(
     claims=[1, 4, 5, 6, 7],
     shipped=ROOT / "data/arithmetic/strong",
     bases="strong",
-    study={"methods": ["TOPR", "positives only", "REINFORCE"], "budget": 8, "total": 4096, "samples": 8}
+    study={"methods": ["TOPR", "positives only", "REINFORCE"], "budget": 8, "samples": 8}
     | {"grid_seeds": 1, "shares": [0.05, 0.15, 0.5, 0.9], "small_rate": 0.01},
 )
 _ADAMW = {"optimizer": torch.optim.AdamW, "rates": [2e-5, 1e-4, 3e-4, 1e-3]}
