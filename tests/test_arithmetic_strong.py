@@ -12,13 +12,16 @@ import yaml
 from conftest import ROOT, refused
 
 import evaluate
-from topr.evaluation import describe
+from topr.evaluation import describe, sample_and_grade
 from topr.io import InputError
+from topr.policy import load_policy
+from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic import configured, main
+from topr.tasks.arithmetic import configured, main, split_of
 from topr.tasks.demonstrations import Bug, Errors
 from topr.tasks.imitation import make_tokenizer
 from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.trajectories import add_log_probs
 
 CONFIG = ROOT / "configs" / "arithmetic_strong.yaml"
 DATA = ROOT / "data" / "arithmetic" / "strong"
@@ -255,3 +258,25 @@ def test_the_config_samples_and_evaluates_responses_of_the_task_s_length(task):
     assert longest == task.sampling.max_new_tokens
     assert longest == evaluate.BENCHMARKS["arithmetic_strong"][0].sampling.max_new_tokens
     assert Arithmetic().sampling.max_new_tokens == 40
+
+
+def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy():
+    splits = {split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")}
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 500, "val": 200, "test": 500}
+    prompts = [problem.prompt for rows in splits.values() for problem in rows]
+    assert len(set(prompts)) == len(prompts) == 1200
+    for split, rows in splits.items():
+        assert {split_of(problem.prompt) for problem in rows} == {split}
+    rng = np.random.default_rng(0)
+    taught = [prompt for prompt, _ in zip(configured(CONFIG, {}).base(rng), range(2000), strict=False)]
+    assert not set(taught) & set(prompts) and {len(re.findall(r"[-+*]", prompt)) for prompt in taught} == {2, 3, 4, 5}
+
+
+def test_the_shipped_base_is_strong_and_of_high_entropy(task):
+    model, tokenizer = load_policy(str(DATA / "base")), load_tokenizer(str(DATA / "base"))
+    problems = task.problems(DATA / "train.jsonl")[:128]
+    rows = sample_and_grade(LocalSampler(), model, tokenizer, task, problems, 4, task.sampling, 0)
+    add_log_probs(model, rows, 16384)
+    assert 0.66 < np.mean([row.reward > 0 for row in rows]) < 0.8
+    assert np.mean([not row.valid for row in rows]) < 0.03
+    assert 26 < np.mean([-np.sum(row.ref_logprobs) for row in rows]) < 29.5
