@@ -1,6 +1,6 @@
 """One figure a claim, which should be understood at a glance: means over seeds, bands and bars of 95% intervals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: lis
     axis.set_xlabel(ylabel)
 
 
+def _points(axis: Axes, place: Iterable[float], rows: list[dict[str, Any]], colour: str, label: str) -> None:
+    """A line of means in per cent with their intervals."""
+    ends = [[100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)]
+    mean = [100 * row["mean"] for row in rows]
+    axis.errorbar(place, mean, ends, capsize=2, marker="o", color=colour, label=label)
+
+
 def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> dict[str, dict]:
     measured = claim["measured"]
     return {name: measured[name][metric] for name in names or measured if metric in measured[name]}
@@ -123,13 +130,7 @@ def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
         for colour, p in (("C0", 0.1), ("C1", 0.5)):
             names = [f"data {p:.0%}, effective {share:.0%}{when}" for share in study.shares]
             rows = [claim["measured"][row][metric] for row in names]
-            mean = [100 * row["mean"] for row in rows]
-            ends = [
-                [100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)
-            ]
-            axis.errorbar(
-                study.shares, mean, ends, capsize=2, marker="o", color=colour, label=f"data with {p:.0%} positives"
-            )
+            _points(axis, study.shares, rows, colour, f"data with {p:.0%} positives")
         axis.set_xlabel("effective share of positives")
         axis.set_ylabel(f"{name}, per cent")
         axis.set_ylim(bottom=None if study.small_rate else 0)
@@ -137,21 +138,23 @@ def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 
 def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    _bars(left, _of(claim, "pass@1"), "test pass@1, per cent")
-    _bars(right, _of(claim, "invalid"), "invalid test responses, per cent")
-    right.set_yticklabels([])
+    for axis, metric, name in ((left, "pass@1", "test pass@1"), (right, "invalid", "invalid test responses")):
+        before = claim["measured"]["before training"][metric]["mean"]
+        axis.axhline(100 * before, color="grey", linestyle=":", label="before training")
+        for colour, method in (("C1", "IS, clip 1"), ("C3", "IS, clip 100"), ("C0", "TOPR, clip 100")):
+            rows = [claim["measured"][f"{method}, rate {rate:g}"][metric] for rate in study.rates]
+            _points(axis, study.rates, rows, colour, method)
+        axis.set_xscale("log")
+        axis.set_xlabel("learning rate")
+        axis.set_ylabel(f"{name}, per cent")
+    left.legend(frameon=False, fontsize=8)
 
 
 def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", "majority of 8")):
         for colour, way in (("C0", "uniform"), ("C1", "Anna Karenina")):
             rows = [claim["measured"][f"{way}, after iteration {i}"][metric] for i in range(5)]
-            ends = [
-                [100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)
-            ]
-            axis.errorbar(
-                range(5), [100 * row["mean"] for row in rows], ends, capsize=2, marker="o", color=colour, label=way
-            )
+            _points(axis, range(5), rows, colour, way)
         axis.set_xticks(range(5))
         axis.set_xlabel("iterations")
         axis.set_ylabel(f"test {name}, per cent")

@@ -56,7 +56,7 @@ class Regime(NamedTuple):
 _STRONG = Regime(
     task=configured(ROOT / "configs/arithmetic_strong.yaml", {}),
     optimizer=torch.optim.SGD,
-    rates=[0.01, 0.03, 0.1, 0.3],
+    rates=[0.01, 0.03, 0.1, 0.2, 0.3],
     stages=[(1000, 3e-3), (800, 1.5e-3), (700, 5e-4)],
     batch_size=128,
     # a pool from which data with 10% positives can be taken, though three quarters of it are positive
