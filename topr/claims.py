@@ -13,7 +13,7 @@ import numpy as np
 from topr import experiments
 from topr.first_order import cosine, gain, length_ratio, quietest_share
 from topr.laboratory import Job
-from topr.study import Study, above, below, best, over_seeds, verdict
+from topr.study import METHODS, Study, above, below, best, over_seeds, verdict
 
 
 def claim_1(study: Study) -> dict[str, Any]:
@@ -323,7 +323,8 @@ def claim_7(study: Study) -> dict[str, Any]:
 def claim_8(study: Study) -> dict[str, Any]:
     """A generative verifier trained with TOPR: more accurate, fewer invalid critiques, better weighted votes."""
     assert study.bases
-    how = {"rate": 3e-4, "samples": 8, "critiques": 4, "steps": study.verifier_steps}
+    grid = study.tuned({"TOPR": METHODS["TOPR"]}, **study.sampled)  # of the arithmetic itself
+    how = {"rate": best(grid["TOPR"]), "samples": 8, "critiques": 4, "steps": study.verifier_steps}
     found = study.lab.run(
         study.job(experiments.verifier, f"verifier, seed {seed}", seed, **how) for seed in study.seeds
     )
@@ -359,7 +360,7 @@ def claim_8(study: Study) -> dict[str, Any]:
                 "the vote of 8, weighted by it, beats the majority": above(gaps["@8"]),
             }
         ),
-        "settings": study.settings(**how),
+        "settings": study.settings(grid, **how),
     }
 
 
