@@ -134,7 +134,7 @@ def is_summary(value) -> bool:
 
 
 def check_schema(found: dict) -> None:
-    assert {"command", "commit", "hardware", "versions", "seconds", "claims"} <= set(found)
+    assert {"command", "commit", "hardware", "versions", "cpu_minutes", "claims"} <= set(found)
     for claim in found["claims"]:
         assert claim["statement"] == CLAIMS[claim["claim"]].__doc__.splitlines()[0].rstrip(".")
         assert claim["holds"] in ("yes", "in part", "undecided", "no") and claim["paper"]

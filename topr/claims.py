@@ -19,24 +19,27 @@ from topr.study import METHODS, Study, above, below, best, over_seeds, verdict
 def claim_1(study: Study) -> dict[str, Any]:
     """Naive REINFORCE improves, then collapses."""
     start, ends = study.start, study.ends
-    own, fast = ends["REINFORCE"], ends["REINFORCE, TOPR's rate"]
+    own, longer, fast = (ends[f"REINFORCE{how}"] for how in ("", ", two epochs", ", TOPR's rate"))
     curves = [[point["pass@1"] for point in result["curve"]] for result in own]
     peaks = [curve[other_peak(curves, i)] for i, curve in enumerate(curves)]
     rise = over_seeds([peak - curve[0] for peak, curve in zip(peaks, curves, strict=True)])
     fall = over_seeds([curve[-1] - peak for peak, curve in zip(peaks, curves, strict=True)])
-    runs = {"before training": start, "TOPR": ends["TOPR"], "REINFORCE": own, "REINFORCE, TOPR's rate": fast}
+    runs = {"before training": start, "TOPR": ends["TOPR"], "REINFORCE": own}
+    runs |= {"REINFORCE, two epochs": longer, "REINFORCE, TOPR's rate": fast}
     invalid = over_seeds(study.mean(fast, "invalid"))
-    end = study.difference(fast, start)
+    end, late = study.difference(fast, start), study.difference(longer, start)
     return {
         "paper": "Figures 1 and 3: rises, then most outputs are degenerate by the end",
         "measured": {label: study.summary(results) for label, results in runs.items()}
         | {"REINFORCE on validation": {"rise to its peak": rise, "fall from its peak": fall}},
-        "differences": {"REINFORCE, TOPR's rate, minus before training": end}
+        "differences": {"REINFORCE, two epochs, minus before training": late}
+        | {"REINFORCE, TOPR's rate, minus before training": end}
         | {"REINFORCE minus TOPR": study.difference(own, ends["TOPR"])},
         **verdict(
             {
                 "at its own rate, accuracy on validation first rises": above(rise),
                 "and then falls": below(fall),
+                "after a second epoch it ends below where it began": below(late["pass@1"]),
                 "at TOPR's rate it ends below where it began": below(end["pass@1"]),
                 "with most responses invalid": above(invalid, 0.5),
             }

@@ -54,17 +54,17 @@ class Records(Logger):
 def fit(
     folder: Path, regime: Regime, policy: Path, data: Path, loss: losses.Loss, rate: float, seed: int, **more: Any
 ) -> tuple[PolicyModule, dict[str, Any]]:
-    """Train for an epoch by the project's own trainer; the module, and what was logged.
+    """Train by the project's own trainer; the module, and what was logged.
 
     A training that diverges ends; from there on its curve is that of a policy without valid responses.
     """
     records = Records(folder)
     module = PolicyModule(str(policy), regime.task, loss, partial(regime.optimizer, lr=rate), LocalSampler(), threads=1)
-    points = more.pop("points", 0)
+    points, epochs = more.pop("points", 0), more.pop("epochs", 1)
     given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 2, "seed": seed}
     trajectories = TrajectoryDataModule(train=str(data), **given | more)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
+        accelerator="cpu", max_epochs=epochs, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
         val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def fit(
         if "val/pass@1" in row
     ]
     if diverged and points:
-        curve += [{"step": module.global_step, "pass@1": 0.0, "invalid": 1.0}] * (points + 1 - len(curve))
+        curve += [{"step": module.global_step, "pass@1": 0.0, "invalid": 1.0}] * (points * epochs + 1 - len(curve))
     logged = {name: [row[name] for _, row in records.rows if name in row] for name in LOGGED}
     return module, {"curve": curve, "logged": logged, "steps": module.global_step, "diverged": diverged}
 
@@ -139,6 +139,7 @@ def train(
     points: int = 0,
     share: list | None = None,
     budget: int | None = None,
+    epochs: int = 1,
 ) -> dict[str, Any]:
     """Train from the base policy and measure the end on a split.
 
@@ -151,9 +152,10 @@ def train(
         rate: learning rate.
         split: val or test.
         samples: responses to each of its problems.
-        points: validations on the way.
+        points: validations of an epoch.
         share: of positives to train on, and trajectories in all; None for the data as sampled.
         budget: trajectories of a problem; None for all.
+        epochs: passes over them.
     """
     setting, place = REGIMES[regime], home(out, regime, seed)
     data = place / "train.parquet"
@@ -164,7 +166,7 @@ def train(
     name, arguments = loss
     val = str(place / "val.jsonl") if points else None
     how = data, getattr(losses, name)(**arguments), rate, seed
-    module, found = fit(folder, setting, place / "base", *how, val=val, points=points)
+    module, found = fit(folder, setting, place / "base", *how, val=val, points=points, epochs=epochs)
     model = module.policy.eval()
     problems = setting.task.problems(place / f"{split}.jsonl")
     if found["diverged"]:

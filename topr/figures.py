@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-COLOURS = dict(zip([*METHODS, "REINFORCE, TOPR's rate"], ["C0", "C2", "C3", "C1", "C8", "C4", "C5"], strict=True))
+COLOURS = dict(zip(METHODS, ["C0", "C2", "C3", "C1", "C8", "C4"], strict=True))
+COLOURS |= {"REINFORCE, two epochs": "C3", "REINFORCE, TOPR's rate": "C5"}
 TITLES = {
     1: "Naive REINFORCE improves, then collapses; TOPR does not",
     2: "PPO loses its gradient where the data leave the clip's range",
@@ -76,7 +77,7 @@ def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> d
 
 
 def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for label in ("TOPR", "REINFORCE", "REINFORCE, TOPR's rate"):
+    for label in ("TOPR", "REINFORCE, two epochs", "REINFORCE, TOPR's rate"):
         _curve(left, study.ends[label], "pass@1", label)
         _curve(right, study.ends[label], "invalid", label)
     left.set_ylabel("validation pass@1, per cent")

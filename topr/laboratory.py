@@ -45,7 +45,7 @@ class Laboratory:
     """Runs jobs in `workers` processes and keeps what they found under `out`."""
 
     def __init__(self, out: Path, workers: int):
-        self.out, self.commits = out, set()  # the latter of what was found
+        self.out, self.used = out, {}  # the latter by digest: commit and CPU time of what was found
         (out / "jobs").mkdir(parents=True, exist_ok=True)
         os.environ |= {"HF_DATASETS_CACHE": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
         os.environ |= {"OMP_NUM_THREADS": "1"}  # as fast as more for policies of this size
@@ -61,7 +61,7 @@ class Laboratory:
             took, told = done.result()
             print(f"[{number}/{len(running)}] {running[done].label}: {told} ({took:.0f} s)", flush=True)
         found = [json.loads(path[job.digest].read_text()) for job in jobs]
-        self.commits |= {result["commit"] for result in found}
+        self.used |= {job.digest: (result["commit"], result["cpu_s"]) for job, result in zip(jobs, found, strict=True)}
         return found
 
     def close(self) -> None:

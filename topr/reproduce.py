@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +65,7 @@ def origin(args: argparse.Namespace) -> dict[str, Any]:
         "command": f"python -m topr.reproduce --claims {','.join(map(str, args.claims))} --seeds {args.seeds}"
         + f" --regime {args.regime}" * (args.regime != "quick")
         + " --quick" * args.quick,
-        "hardware": f"{args.workers} processes on {cpu}",
+        "hardware": cpu,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
     }
 
@@ -74,7 +73,10 @@ def origin(args: argparse.Namespace) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """The verdicts, and behind them a table for each claim."""
     lines = ["# The paper's claims on the embedded task", ""]
-    lines += [f"`{found['command']}`, commit {found['commit']}, {found['hardware']}.", ""]
+    lines += [
+        f"`{found['command']}`, commit {found['commit']}; {found['cpu_minutes']} CPU minutes on {found['hardware']}."
+    ]
+    lines += [""]
     lines += ["Per cent; 95% t-intervals over seeds in brackets, differences paired by seed.", ""]
     lines += ["| claim | paper | holds here | |", "|---|---|---|---|"]
     for claim in found["claims"]:
@@ -121,7 +123,6 @@ def headline(claim: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    began = time.perf_counter()
     # a quick study shares no result with a full one
     lab = Laboratory(args.out / "kept" / ("quick" if args.quick else "full"), args.workers)
     regime = REGIMES[args.regime]
@@ -140,7 +141,8 @@ def run(args: argparse.Namespace) -> None:
             print(f"claim {number} holds: {claim['holds']} ({headline(claim)})", flush=True)
     finally:
         lab.close()
-    found |= {"commit": ", ".join(sorted(map(str, lab.commits))), "seconds": round(time.perf_counter() - began)}
+    commits, seconds = zip(*lab.used.values(), strict=True)
+    found |= {"commit": ", ".join(sorted(set(map(str, commits)))), "cpu_minutes": round(sum(seconds) / 60)}
     for name, text in (("claims.json", json.dumps(found, indent=1) + "\n"), ("claims.md", markdown(found))):
         with atomic(folder / name) as path:
             path.write_text(text)

@@ -155,8 +155,9 @@ class Study:
 
     @cached_property
     def ends(self) -> dict[str, list[dict]]:
-        """Those methods, each at its own rate, with curves; REINFORCE at TOPR's rate as well."""
+        """Those methods, each at its own rate, with curves; REINFORCE longer and at TOPR's rate as well."""
         runs = {name: {"loss": METHODS[name], "rate": best(self.grid[name])} for name in self.methods}
+        runs["REINFORCE, two epochs"] = runs["REINFORCE"] | {"epochs": 2}
         runs["REINFORCE, TOPR's rate"] = {"loss": METHODS["REINFORCE"], "rate": best(self.grid["TOPR"])}
         return self.train({label: run | {"points": self.points} | self.sampled for label, run in runs.items()})
 
