@@ -196,6 +196,8 @@ def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
     [
         (["--claims", "1,9"], "--claims names 9"),
         (["--claims", "one"], "no list of numbers"),
+        (["--regime", "strong", "--claims", "1,2"], "--claims names 2; choose from 1, 4, 5, 6, 7"),
+        (["--regime", "strong", "--claims", "6", "--quick", "--workers", "1"], "ships no trajectories"),
         (["--seeds", "1"], "--seeds is 1"),
         (["--workers", "0"], "--workers is 0"),
     ],

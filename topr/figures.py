@@ -35,7 +35,7 @@ def draw(number: int, study: Study, claim: dict[str, Any], path: Path) -> None:
     DRAW[number](study, claim, *axes)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    verdict = {"yes": "holds", "no": "does not hold"}.get(claim["holds"], claim["holds"])
+    verdict = {"yes": "holds", "in part": "holds in part", "no": "does not hold"}.get(claim["holds"], claim["holds"])
     drawn.suptitle(f"{TITLES[number]} ({verdict} here; {len(study.seeds)} seeds, 95% intervals)", fontsize=11)
     with atomic(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=120)
