@@ -26,8 +26,8 @@ from topr.tokenizer import load_tokenizer, provenance
 from topr.trainer import Trainer
 from topr.trajectories import Trajectory, add_log_probs, read_trajectories, write_trajectories
 
-LOGGED = ["log_ratio/positives_mean", "log_ratio/negatives_mean", "weight/positives_truncated"]
-LOGGED += ["weight/negatives_truncated", "gradient/norm"]
+LOGGED = ["log_ratio/positives_mean", "log_ratio/negatives_mean"]
+LOGGED += ["weight/positives_truncated", "weight/negatives_truncated"]
 BINS = np.arange(-40.5, 11)  # of sequence log-ratios
 
 
@@ -176,21 +176,14 @@ def train(
     return found | {"result": result, "told": told(result), "ratios": ratios(model, rows)}
 
 
-def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, Any]:
-    """How far a policy has moved on stored trajectories: histograms of h by sign, share of tokens beyond PPO's clip."""
+def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, list[int]]:
+    """Histograms of the sequence log-ratios of stored trajectories, by sign, in BINS, whose ends hold what lies beyond."""
     prompts, responses = ([np.array(getattr(t, name)) for t in rows] for name in ("prompt_ids", "response_ids"))
-    scores = score(model, prompts, responses, 16384)
-    token = [now - np.array(t.ref_logprobs) for now, t in zip(scores, rows, strict=True)]
-    h, positive = np.array([part.sum() for part in token]), np.array([t.reward > 0 for t in rows])
-    outside = [np.abs(np.exp(np.clip(part, -20, 20)) - 1) > 0.2 for part in token]
-    clipped = {
-        "positives": np.histogram(h[positive].clip(BINS[0], BINS[-1]), BINS)[0].tolist(),
-        "negatives": np.histogram(h[~positive].clip(BINS[0], BINS[-1]), BINS)[0].tolist(),
-    }
-    return clipped | {
-        "tokens_outside": float(np.concatenate(outside).mean()),
-        "sequences_outside": float((np.abs(np.exp(h.clip(-20, 20)) - 1) > 0.2).mean()),
-    }
+    now = [float(part.sum()) for part in score(model, prompts, responses, 16384)]
+    h = np.array([end - np.sum(t.ref_logprobs) for end, t in zip(now, rows, strict=True)])
+    positive, h = np.array([t.reward > 0 for t in rows]), h.clip(BINS[0], BINS[-1])
+    signs = {"positives": positive, "negatives": ~positive}
+    return {name: np.histogram(h[chosen], BINS)[0].tolist() for name, chosen in signs.items()}
 
 
 def gradients(out: Path, folder: Path, regime: str, seed: int, count: int) -> dict[str, Any]:
@@ -248,7 +241,7 @@ def iterations(
     task, policy = setting.task, place / "base"
     problems, test = task.problems(place / "train.jsonl")[:prompts], task.problems(place / f"{split}.jsonl")
     model, tokenizer = load_policy(str(policy)).eval(), load_tokenizer(str(policy))
-    results, shares = [measure(model, tokenizer, task, test, samples, seed)], []
+    results, shares, updates = [measure(model, tokenizer, task, test, samples, seed)], [], []
     for i in range(count):
         drawn = budget if way == "uniform" else pool
         how = problems, drawn, task.sampling, derived_seed(seed, 11, i)
@@ -260,13 +253,16 @@ def iterations(
         done = curate([str(files[0])], files[1], Curation(way, budget=budget, seed=seed), i)
         shares.append([done[when]["positive_share"] for when in ("before", "after")])
         module, fitted = fit(folder / str(i), setting, policy, files[1], losses.TOPR(), rate, seed)
+        updates.append(fitted["steps"])
         if fitted["diverged"]:
-            results += [nothing(test)] * (count - i)
-            shares += [[0.0, 0.0]] * (count - 1 - i)
-            return {"results": results, "result": results[-1], "shares": shares, "told": "diverged"}
+            left = count - 1 - i
+            results += [nothing(test)] * (left + 1)
+            shares, updates = shares + [[0.0, 0.0]] * left, updates + [0] * left
+            break
         policy, model = folder / str(i) / "policy", module.policy.eval()
         results.append(measure(model, tokenizer, task, test, samples, seed))
-    return {"results": results, "result": results[-1], "shares": shares, "told": told(results[-1])}
+    end = results[-1]
+    return {"results": results, "result": end, "shares": shares, "updates": updates, "told": told(end)}
 
 
 def verifier(
