@@ -177,7 +177,7 @@ def train(
 
 
 def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, list[int]]:
-    """Histograms of the sequence log-ratios of stored trajectories, by sign, in BINS, whose ends hold what lies beyond."""
+    """Histograms by sign of stored trajectories' log-ratios, in BINS, whose ends hold what lies beyond."""
     prompts, responses = ([np.array(getattr(t, name)) for t in rows] for name in ("prompt_ids", "response_ids"))
     now = [float(part.sum()) for part in score(model, prompts, responses, 16384)]
     h = np.array([end - np.sum(t.ref_logprobs) for end, t in zip(now, rows, strict=True)])
