@@ -73,12 +73,12 @@ def test_the_quietest_share_has_the_most_signal_for_its_noise(policy, p):
 
 def test_products_and_variances_are_those_of_single_gradients(tmp_path):
     """Against transformers' own forward, one response after the other, all of them taken."""
-    place = experiments.home(tmp_path, "quick", 1)
-    REGIMES["quick"].make(place, 1, {"samples": 1})
+    place = experiments.home(tmp_path, "standard", 1)
+    REGIMES["standard"].make(place, 1, {"samples": 1})
     rows = read_trajectories(place / "train.parquet")
     signs = [[t for t in rows if t.reward * sign > 0] for sign in (1, -1)]
     count = min(map(len, signs))
-    result = experiments.gradients(tmp_path, tmp_path, "quick", 1, count=10**6)
+    result = experiments.gradients(tmp_path, tmp_path, "standard", 1, count=10**6)
     rng = np.random.default_rng(1)
     model, matrices = load_policy(str(ROOT / "data/arithmetic/base")).eval(), []
     model.config._attn_implementation = "eager"

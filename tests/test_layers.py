@@ -20,8 +20,8 @@ LAYERS = [
     },
     {"monitor", "module", "optim", "trainer"},
     {
-        "iterate", "progress", "regimes", "laboratory", "experiments", "first_order", "study", "claims", "figures",
-        "reproduce",
+        "iterate", "progress", "regimes", "laboratory", "experiments", "first_order", "study", "composition", "claims",
+        "figures", "reproduce",
     },
 ]  # fmt: skip
 

@@ -15,10 +15,11 @@ from conftest import ROOT
 
 from topr import experiments, reproduce
 from topr.claims import CLAIMS, other_peak
+from topr.io import InputError
 from topr.laboratory import Job, Laboratory
 from topr.study import STUDENT, above, below, over_seeds, verdict
 
-SHIPPED = ROOT / "data" / "claims" / "claims.json"
+SHIPPED = ROOT / "data" / "claims" / "standard" / "claims.json"
 
 
 def test_intervals_over_seeds_are_students():
@@ -52,7 +53,7 @@ def test_a_verdict_needs_every_part_of_its_criterion():
 
 @pytest.fixture
 def job() -> Job:
-    return Job(experiments.base, "base policy", {"regime": "quick", "seed": 3, "scale": {"samples": 2}})
+    return Job(experiments.base, "base policy", {"regime": "standard", "seed": 3, "scale": {"samples": 2}})
 
 
 def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
@@ -65,7 +66,7 @@ def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
     assert lab.run([job, job]) == [*first, *first] and kept.stat().st_mtime_ns == written
     lab.close()
     assert capfd.readouterr().out.count("base policy") == 1
-    assert not list((tmp_path / "work").iterdir()) and (tmp_path / "bases" / "quick-3" / "train.parquet").exists()
+    assert not list((tmp_path / "work").iterdir()) and (tmp_path / "bases" / "standard-3" / "train.parquet").exists()
 
 
 def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
@@ -82,7 +83,7 @@ def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
         str(tmp_path),
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    kept = tmp_path / "kept" / "quick"
+    kept = tmp_path / "quick" / "kept"
     while len(list(kept.glob("jobs/*.json"))) < 2 and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
@@ -101,8 +102,10 @@ def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
 
 def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
     lab = tmp_path / "lab"
-    monkeypatch.setitem(experiments.REGIMES, "quick", experiments.REGIMES["quick"]._replace(optimizer=torch.optim.SGD))
-    common = {"regime": "quick", "seed": 1}
+    monkeypatch.setitem(
+        experiments.REGIMES, "standard", experiments.REGIMES["standard"]._replace(optimizer=torch.optim.SGD)
+    )
+    common = {"regime": "standard", "seed": 1}
     experiments.base(lab, tmp_path, **common, scale={"samples": 1})
     how = common | {"loss": ["IS", {}], "rate": 1e30, "split": "val", "samples": 2, "points": 2}
     found = experiments.train(lab, tmp_path, **how)
@@ -134,7 +137,7 @@ def is_summary(value) -> bool:
 
 
 def check_schema(found: dict) -> None:
-    assert {"command", "commit", "hardware", "versions", "cpu_minutes", "claims"} <= set(found)
+    assert {"command", "commit", "measured_at", "hardware", "versions", "cpu_minutes", "claims"} <= set(found)
     for claim in found["claims"]:
         assert claim["statement"] == CLAIMS[claim["claim"]].__doc__.splitlines()[0].rstrip(".")
         assert claim["holds"] in ("yes", "in part", "undecided", "no") and claim["paper"]
@@ -165,7 +168,7 @@ def test_one_claim_anew_agrees_with_what_is_shipped(tmp_path):
     """TOPR and REINFORCE from the shipped base policy: their gap lies where a further seed's should."""
     claim = json.loads(SHIPPED.read_text())["claims"][0]
     rate = max(claim["settings"]["validation"]["TOPR"].items(), key=lambda pair: pair[1])[0]
-    lab, common = Laboratory(tmp_path, 1), {"regime": "quick", "seed": 9}
+    lab, common = Laboratory(tmp_path, 1), {"regime": "standard", "seed": 9}
     lab.run([Job(experiments.base, "", common | {"scale": {"samples": 16}})])
     how = common | {"rate": float(rate), "split": "test", "samples": 4}
     jobs = [Job(experiments.train, name, how | {"loss": [name, {}]}) for name in ("TOPR", "REINFORCE")]
@@ -184,11 +187,11 @@ def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
         reproduce.main, "--quick", "--claims", "6", "--seeds", "2", "--workers", "2", "--out", tmp_path / "claims"
     )
     assert code == 0, err
-    found = json.loads((tmp_path / "claims" / "claims.json").read_text())
+    found = json.loads((tmp_path / "claims" / "quick" / "standard" / "claims.json").read_text())
     check_schema(found)
     assert [claim["claim"] for claim in found["claims"]] == [6] and found["claims"][0]["seeds"] == [1, 2]
-    assert (tmp_path / "claims" / "claim_6.png").exists() and "claim 6 holds:" in out
-    assert (tmp_path / "claims" / "claims.md").read_text() == reproduce.markdown(found)
+    assert (tmp_path / "claims" / "quick" / "standard" / "claim_6.png").exists() and "claim 6 holds:" in out
+    assert (tmp_path / "claims" / "quick" / "standard" / "claims.md").read_text() == reproduce.markdown(found)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +217,14 @@ def test_a_peak_of_noise_is_no_rise():
     rises = [curve[other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
     assert abs(np.mean(rises)) < 0.004 < np.mean([max(curve) - curve[0] for curve in curves])
     assert other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and other_peak([[0, 1, 0]], 0) == 1
+
+
+def test_results_of_other_settings_are_refused(tmp_path):
+    lab = Laboratory(tmp_path, 1)
+    settings = experiments.REGIMES["standard"].settings | {"scale": {"samples": 2}}
+    lab.agree("standard", settings)
+    lab.agree("standard", settings)
+    lab.agree("strong", settings | {"batch_size": 1})
+    with pytest.raises(InputError, match="other settings of standard"):
+        lab.agree("standard", settings | {"scale": {"samples": 3}})
+    lab.close()

@@ -28,6 +28,7 @@ from topr.trajectories import Trajectory, add_log_probs, read_trajectories, writ
 
 LOGGED = ["log_ratio/positives_mean", "log_ratio/negatives_mean"]
 LOGGED += ["weight/positives_truncated", "weight/negatives_truncated"]
+BATCH, CLIP = 64, 1.0  # trajectories of an update, bound on the norm of its gradient
 BINS = np.arange(-40.5, 11)  # of sequence log-ratios
 
 
@@ -61,10 +62,10 @@ def fit(
     records = Records(folder)
     module = PolicyModule(str(policy), regime.task, loss, partial(regime.optimizer, lr=rate), LocalSampler(), threads=1)
     points, epochs = more.pop("points", 0), more.pop("epochs", 1)
-    given = {"batch_size": 64, "sampling": regime.task.sampling, "val_samples": 2, "seed": seed}
+    given = {"batch_size": BATCH, "sampling": regime.task.sampling, "val_samples": 2, "seed": seed}
     trajectories = TrajectoryDataModule(train=str(data), **given | more)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, gradient_clip_val=1.0, log_every_n_steps=1, logger=records,
+        accelerator="cpu", max_epochs=epochs, gradient_clip_val=CLIP, log_every_n_steps=1, logger=records,
         val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -19,7 +19,7 @@ COLOURS = dict(zip(METHODS, ["C0", "C2", "C3", "C1", "C8", "C4"], strict=True))
 COLOURS |= {"REINFORCE, two epochs": "C3", "REINFORCE, TOPR's rate": "C5"}
 TITLES = {
     1: "Naive REINFORCE improves, then collapses; TOPR does not",
-    2: "PPO loses its gradient where the data leave the clip's range",
+    2: "PPO's clip: how much of the data loses its gradient",
     3: "Against other off-policy methods: accuracy and invalid responses",
     4: "Positives only, and where negatives help",
     5: "The effective share of positives, set by the baseline",
@@ -42,15 +42,23 @@ def draw(number: int, study: Study, claim: dict[str, Any], path: Path) -> None:
     pyplot.close(drawn)
 
 
-def _curve(axis: Axes, results: list[dict], metric: str, label: str) -> None:
-    """A validation metric against updates: mean and interval over seeds at every point."""
-    steps = [point["step"] for point in results[0]["curve"]]
-    rows = [over_seeds([100 * result["curve"][i][metric] for result in results]) for i in range(len(steps))]
-    axis.plot(steps, [row["mean"] for row in rows], label=label, color=COLOURS[label])
-    if rows[0]["interval"]:
-        low, high = zip(*(row["interval"] for row in rows), strict=True)
-        axis.fill_between(steps, np.maximum(low, 0), np.minimum(high, 100), alpha=0.15, color=COLOURS[label])
-    axis.set_xlabel("updates")
+def _curve(axis: Axes, results: list[dict], metric: str, label: str, epochs: int = 1) -> None:
+    """A validation metric against epochs: mean and interval over seeds, interpolated where seeds differ in updates."""
+    at = np.linspace(0, epochs, 10 * epochs + 1)
+    columns = []
+    for result in results:
+        steps, values = zip(*((point["step"], point[metric]) for point in result["curve"]), strict=True)
+        columns.append(np.interp(at, epochs * np.array(steps) / result["steps"], 100 * np.array(values)))
+    _band(axis, at, np.array(columns), label, 100)
+
+
+def _band(axis: Axes, at: np.ndarray, values: np.ndarray, label: str, most: float) -> None:
+    """Mean and interval over the rows of values, cut to what is possible."""
+    rows = [over_seeds(list(column)) for column in values.T]
+    axis.plot(at, [row["mean"] for row in rows], label=label, color=COLOURS[label])
+    low, high = zip(*(row["interval"] for row in rows), strict=True)
+    axis.fill_between(at, np.maximum(low, 0), np.minimum(high, most), alpha=0.15, color=COLOURS[label])
+    axis.set_xlabel("epochs")
 
 
 def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: list[str] | None = None) -> None:
@@ -77,35 +85,47 @@ def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> d
 
 
 def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for label in ("TOPR", "REINFORCE, two epochs", "REINFORCE, TOPR's rate"):
-        _curve(left, study.ends[label], "pass@1", label)
-        _curve(right, study.ends[label], "invalid", label)
+    for label, epochs in (("TOPR", 1), ("REINFORCE, two epochs", 2), ("REINFORCE, TOPR's rate", 1)):
+        _curve(left, study.ends[label], "pass@1", label, epochs)
+        _curve(right, study.ends[label], "invalid", label, epochs)
     left.set_ylabel("validation pass@1, per cent")
     right.set_ylabel("invalid responses, per cent")
     right.legend(frameon=False, fontsize=8, loc="center right")
 
 
 def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for label in ("TOPR", "DPO", "PPO, sequence ratio", "PPO"):
-        _curve(left, study.ends[label], "pass@1", label)
-    left.set_ylabel("validation pass@1, per cent")
+    shares, at = [base["positive_share"] for base in study.bases], np.linspace(0.05, 0.95, 10)
+    for label, what in (("PPO", "tokens"), ("PPO, sequence ratio", "responses")):
+        lost = []
+        for result, share in zip(study.ends[label], shares, strict=True):
+            logged = [np.array(result["logged"][f"weight/{sign}_truncated"]) for sign in ("positives", "negatives")]
+            parts = np.array_split(100 * (share * logged[0] + (1 - share) * logged[1]), len(at))
+            lost.append([part.mean() for part in parts])
+        _band(left, at, np.array(lost), label, 100)
+        left.lines[-1].set_label(f"{label} ({what})")
+    left.set_ylim(0, 100)
+    left.set_ylabel("data without gradient, per cent")
     left.legend(frameon=False, fontsize=8)
     middle = (BINS[:-1] + BINS[1:]) / 2
-    for label in ("TOPR", "PPO", "REINFORCE"):
+    for label in ("TOPR", "PPO, sequence ratio", "PPO"):
         for sign, style in (("positives", "-"), ("negatives", "--")):
-            counts = np.sum([result["ratios"][sign] for result in study.ends[label]], axis=0)
+            counts = np.sum([result["ratios"][sign] for result in study.ends[label] if result["ratios"]], axis=0)
             name = f"{label}, {sign}"
             right.plot(middle, 100 * counts / counts.sum(), style, color=COLOURS[label], label=name, linewidth=1.2)
     right.axvspan(np.log(0.8), np.log(1.2), color="grey", alpha=0.4, linewidth=0)
-    right.set_xlabel("log-ratio at the end (grey: within the clip)")
-    right.set_ylabel("stored responses, per cent")
+    right.set_xlabel("log-ratio of a response at the end (grey: within its clip)")
+    right.set_ylabel("stored responses of the sign, per cent")
     right.set_yscale("symlog", linthresh=1)
     right.legend(frameon=False, fontsize=7)
 
 
 def _three(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    colours = ["grey", *(COLOURS[name] for name in list(claim["measured"])[1:])]
-    _bars(left, _of(claim, "pass@1"), "test pass@1, per cent", colours)
+    names = list(claim["measured"])[1:]
+    for label in names:
+        _curve(left, study.ends[label], "pass@1", label)
+    left.set_ylabel("validation pass@1, per cent")
+    left.legend(frameon=False, fontsize=7)
+    colours = ["grey", *(COLOURS[name] for name in names)]
     _bars(right, _of(claim, "invalid"), "invalid test responses, per cent", colours)
 
 

@@ -64,6 +64,24 @@ class Laboratory:
         self.used |= {job.digest: (result["commit"], result["cpu_s"]) for job, result in zip(jobs, found, strict=True)}
         return found
 
+    def agree(self, name: str, settings: dict[str, Any]) -> None:
+        """Let what is kept be of these settings alone.
+
+        Raises:
+            InputError: it is of others.
+        """
+        path, text = self.out / f"{name}.json", json.dumps(settings, default=vars, sort_keys=True)
+        if path.exists() and path.read_text() != text:
+            raise InputError(f"{self.out} keeps what was measured with other settings of {name}; name another --out")
+        with atomic(path) as temporary:
+            temporary.write_text(text)
+
+    def account(self) -> dict[str, Any]:
+        """The commits that measured what was used, the present one, and the CPU time that it took."""
+        commits, seconds = zip(*self.used.values(), strict=True)
+        measured_at = ", ".join(sorted(set(map(str, commits))))
+        return {"commit": commit(), "measured_at": measured_at, "cpu_minutes": round(sum(seconds) / 60)}
+
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.out / "cache", ignore_errors=True)

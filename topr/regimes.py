@@ -28,6 +28,17 @@ class Regime(NamedTuple):
     bases: str  # name of its base policies, which regimes may share
     study: dict[str, Any] = {}  # what a `Study` is made with, where its defaults do not fit
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a result depends on beside the arguments of its job."""
+        task = type(self.task).__name__, vars(self.task)
+        return {
+            "task": task,
+            "optimizer": self.optimizer.__name__,
+            "stages": self.stages,
+            "batch_size": self.batch_size,
+        }
+
     def make(self, folder: Path, seed: int, scale: dict[str, int]) -> None:
         """Write base policy, problems and trajectories under `folder`.
 
@@ -42,7 +53,7 @@ class Regime(NamedTuple):
         """
         if list(scale) == ["samples"]:
             if not (self.shipped / "train.parquet").exists():
-                raise InputError(f"{self.shipped} ships no trajectories; leave --quick to the quick regime")
+                raise InputError(f"{self.shipped} ships no trajectories; leave --quick to the standard regime")
             shutil.copytree(self.shipped / "base", folder / "base")
             for split in ("train", "val", "test"):
                 shutil.copy(self.shipped / f"{split}.jsonl", folder)
@@ -71,7 +82,7 @@ _ADAMW = {"optimizer": torch.optim.AdamW, "rates": [2e-5, 1e-4, 3e-4, 1e-3]}
 
 REGIMES = {
     # a weak base, low entropy, large movement: the quick start
-    "quick": Regime(
+    "standard": Regime(
         task=Arithmetic(),
         **_ADAMW,
         stages=[(1150, 3e-3)],
@@ -79,7 +90,7 @@ REGIMES = {
         scale={"train": 500, "val": 200, "test": 300, "samples": 16},
         claims=[1, 2, 3, 4, 5, 6, 7, 8],
         shipped=ROOT / "data/arithmetic",
-        bases="quick",
+        bases="standard",
     ),
     # a strong base, high entropy, small movement
     "strong": _STRONG,

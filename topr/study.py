@@ -1,7 +1,7 @@
 """What the claims have in common: seeds, learning rates, trainings, paired intervals."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from topr import experiments
+from topr.experiments import BATCH, CLIP
 from topr.laboratory import Job, Laboratory
+from topr.regimes import REGIMES
 
 METHODS = {
     "TOPR": ["TOPR", {}],
@@ -96,27 +98,34 @@ class Study:
             self.job(experiments.base, f"base policy, seed {seed}", seed, scale=self.scale) for seed in self.seeds
         )
 
+    def run(self, jobs: Iterable[Job]) -> list[dict]:
+        """What jobs find that need the base policies."""
+        return self.lab.run(jobs) if self.bases else []
+
     def job(self, function: Callable, label: str, seed: int, **arguments: Any) -> Job:
         return Job(function, f"{self.regime}: {label}", {"regime": self.regime, "seed": seed} | arguments)
 
-    @cached_property
-    def start(self) -> dict[str, dict]:
+    @property
+    def start(self) -> list[dict]:
         """The base policies on test."""
-        assert self.bases
-        how = {"split": "test", "samples": self.samples}
-        return self.lab.run(
+        return self.begin(self.samples)
+
+    def begin(self, samples: int) -> list[dict]:
+        """The base policies on test, with so many responses to a problem."""
+        how = {"split": "test", "samples": samples}
+        return self.run(
             self.job(experiments.start, f"before training, seed {seed}", seed, **how) for seed in self.seeds
         )
 
     def training(self, label: str, seed: int, loss: list, rate: float, **more: Any) -> Job:
         how = {"split": "test", "samples": self.samples, "loss": loss, "rate": rate} | more
-        return self.job(experiments.train, f"{label}, rate {rate:g}, seed {seed}", seed, **how)
+        rated = label if f"rate {rate:g}" in label else f"{label}, rate {rate:g}"
+        return self.job(experiments.train, f"{rated}, seed {seed}", seed, **how)
 
     def train(self, runs: dict[str, dict[str, Any]]) -> dict[str, list[dict]]:
         """Train each run on every seed, all side by side; results by label and seed."""
-        assert self.bases
         jobs = [self.training(label, seed, **arguments) for label, arguments in runs.items() for seed in self.seeds]
-        found, n = self.lab.run(jobs), len(self.seeds)
+        found, n = self.run(jobs), len(self.seeds)
         return {label: found[i * n : (i + 1) * n] for i, label in enumerate(runs)}
 
     def tuned(self, methods: dict[str, list], seeds: int | None = None, **more: Any) -> dict[str, dict[float, float]]:
@@ -134,9 +143,8 @@ class Study:
         self, cells: list[tuple[str, float]], job: Callable[[tuple[str, float], int], Job], count: int
     ) -> dict[str, dict[float, float]]:
         """Mean pass@1 of jobs over the first `count` seeds, by name and rate."""
-        assert self.bases
         seeds = self.seeds[:count]
-        found = self.lab.run(job(cell, seed) for cell in cells for seed in seeds)
+        found = self.run(job(cell, seed) for cell in cells for seed in seeds)
         grid: dict[str, dict[float, float]] = {}
         for i, (name, rate) in enumerate(cells):
             results = found[i * len(seeds) : (i + 1) * len(seeds)]
@@ -175,7 +183,8 @@ class Study:
 
     def settings(self, grid: dict[str, dict[float, float]] | None = None, **more: Any) -> dict[str, Any]:
         """What a claim was measured with; of a grid also which methods would perhaps want a rate beyond it."""
-        given = {"regime": self.regime, "seeds": self.seeds, "samples": self.samples, "data": self.scale}
+        fixed = {"optimizer": REGIMES[self.regime].optimizer.__name__, "batch_size": BATCH, "gradient_clip": CLIP}
+        given = {"regime": self.regime} | fixed | {"seeds": self.seeds, "samples": self.samples, "data": self.scale}
         if grid is not None:
             edges = [name for name, scores in grid.items() if best(scores) in (min(self.rates), max(self.rates))]
             given |= {"rates": self.rates, "grid_seeds": self.grid_seeds, "validation": grid, "at_edge": edges}
