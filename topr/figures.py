@@ -90,7 +90,7 @@ def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
         _curve(right, study.ends[label], "invalid", label, epochs)
     left.set_ylabel("validation pass@1, per cent")
     right.set_ylabel("invalid responses, per cent")
-    right.legend(frameon=False, fontsize=8, loc="center right")
+    left.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
@@ -116,6 +116,7 @@ def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     right.set_xlabel("log-ratio of a response at the end (grey: within its clip)")
     right.set_ylabel("stored responses of the sign, per cent")
     right.set_yscale("symlog", linthresh=1)
+    right.set_ylim(bottom=0)
     right.legend(frameon=False, fontsize=7)
 
 
@@ -123,8 +124,7 @@ def _three(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None
     names = list(claim["measured"])[1:]
     for label in names:
         _curve(left, study.ends[label], "pass@1", label)
-    left.set_ylabel("validation pass@1, per cent")
-    left.legend(frameon=False, fontsize=7)
+    left.set_ylabel("validation pass@1, per cent (colours as on the right)")
     colours = ["grey", *(COLOURS[name] for name in names)]
     _bars(right, _of(claim, "invalid"), "invalid test responses, per cent", colours)
 
