@@ -72,18 +72,17 @@ def test_the_quietest_share_has_the_most_signal_for_its_noise(policy, p):
 
 
 def test_products_and_variances_are_those_of_single_gradients(tmp_path):
-    """Against transformers' own forward, one response after the other, all of them taken."""
+    """Against transformers' own forward, one response after the other, and products pair by pair."""
     place = experiments.home(tmp_path, "standard", 1)
-    REGIMES["standard"].make(place, 1, {"samples": 1})
+    REGIMES["standard"].make(place, 1, {"samples": 3})
     rows = read_trajectories(place / "train.parquet")
-    signs = [[t for t in rows if t.reward * sign > 0] for sign in (1, -1)]
-    count = min(map(len, signs))
-    result = experiments.gradients(tmp_path, tmp_path, "standard", 1, count=10**6)
+    result = experiments.gradients(tmp_path, tmp_path, "standard", 1, count=100)
     rng = np.random.default_rng(1)
-    model, matrices = load_policy(str(ROOT / "data/arithmetic/base")).eval(), []
+    model, matrices, orders = load_policy(str(ROOT / "data/arithmetic/base")).eval(), [], []
     model.config._attn_implementation = "eager"
     for sign in (1, -1):
-        order = rng.permutation([i for i, t in enumerate(rows) if t.reward * sign > 0])[:count]
+        order = rng.permutation([i for i, t in enumerate(rows) if t.reward * sign > 0])[:100]
+        orders.append(order)
         gradients = []
         for t in (rows[i] for i in order):
             ids = torch.tensor([[*t.prompt_ids, *t.response_ids]])
@@ -92,10 +91,20 @@ def test_products_and_variances_are_those_of_single_gradients(tmp_path):
             log_probs.gather(1, torch.tensor(t.response_ids)[:, None]).mean().backward()
             gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]).double().numpy())
         matrices.append(np.array(gradients))
-    for place, matrix in enumerate(matrices):
-        gram = matrix @ matrix.T
-        own = (gram.sum() - np.trace(gram)) / (count * (count - 1))
-        assert result["products"][place] == pytest.approx(own, rel=1e-4)
-        assert result["variances"][place] == pytest.approx(np.trace(gram) / count - own, rel=1e-4)
-    assert result["products"][2] == pytest.approx(matrices[0].mean(0) @ matrices[1].mean(0), rel=1e-4)
+    lengths = [np.array([[len(rows[i].response_ids)] for i in order]) for order in orders]
+    whole = [length * matrix for length, matrix in zip(lengths, matrices, strict=True)]
+
+    def product(of: list[np.ndarray], one: int, two: int) -> float:
+        """The mean over all pairs of responses to different prompts."""
+        prompts = [np.array([rows[i].prompt_id for i in orders[sign]]) for sign in (one, two)]
+        different = prompts[0][:, None] != prompts[1]
+        return float((of[one] @ of[two].T)[different].mean())
+
+    pairs = [(0, 0), (1, 1), (0, 1)]
+    assert result["products"] == pytest.approx([product(matrices, *pair) for pair in pairs], rel=1e-3)
+    assert result["whole"] == pytest.approx([product(whole, *pair) for pair in pairs], rel=1e-3)
+    for sign, matrix in enumerate(matrices):
+        assert result["variances"][sign] == pytest.approx(
+            (matrix**2).sum(1).mean() - result["products"][sign], rel=1e-4
+        )
     json.dumps(result)

@@ -63,10 +63,9 @@ def to_first_order(study: Study, found: dict[str, list[dict]]) -> dict[str, Any]
     told: dict[str, Any] = {
         "entropy of a response, nats": over_seeds([one["entropy"] for one in at_base]),
         "share of positives of the base policy, p": over_seeds([one["positive_share"] for one in at_base]),
-        "cosine of the mean gradients of positives and negatives (to first order -1)": over_seeds(
-            [cosine(one) for one in at_base]
-        ),
-        "length of the negatives' over the positives' (to first order p/(1 - p))": over_seeds(
+        "cosine of the mean gradients of positives and negatives": over_seeds([cosine(one) for one in at_base]),
+        "the same without the division by length (in theory -1)": over_seeds([cosine(one, "whole") for one in at_base]),
+        "length of the negatives' over the positives' (in theory p/(1 - p) without the division)": over_seeds(
             [length_ratio(one) for one in at_base]
         ),
     }

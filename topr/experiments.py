@@ -190,36 +190,48 @@ def ratios(model: torch.nn.Module, rows: list[Trajectory]) -> dict[str, list[int
 def gradients(out: Path, folder: Path, regime: str, seed: int, count: int) -> dict[str, Any]:
     """Of the gradients of (log π)/T at the base policy: products of their means by sign, and their variances.
 
+    And products of the means of the gradients of log π itself, in `whole`.
+
     Args:
         out: of the study.
         folder: of this job.
         regime: its name.
         seed: of the base policy, and of the choice of responses.
-        count: responses of each sign, by chance.
+        count: responses of each sign at most, by chance.
     """
     place = home(out, regime, seed)
     model, rows = load_policy(str(place / "base")).eval(), read_trajectories(place / "train.parquet")
     weights, rng = list(model.parameters()), np.random.default_rng(seed)
-    by_sign = [rng.permutation([i for i, t in enumerate(rows) if t.reward * sign > 0]) for sign in (1, -1)]
-    count = min(count, *map(len, by_sign))
-    total, squares = [], []
-    for chosen in by_sign:
-        total.append(torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float64))
-        squares.append(0.0)
-        for t in (rows[i] for i in chosen[:count]):
+    by_sign = [rng.permutation([i for i, t in enumerate(rows) if t.reward * sign > 0])[:count] for sign in (1, -1)]
+    chosen: dict[str, list[tuple[int, Trajectory]]] = {}
+    for sign, numbers in enumerate(by_sign):
+        for t in (rows[i] for i in numbers):
+            chosen.setdefault(t.prompt_id, []).append((sign, t))
+    # by sign, and of log π with and without 1/T; products of two prompts alone, as those of one are not independent
+    sums = torch.zeros(2, 2, sum(weight.numel() for weight in weights), dtype=torch.float64)
+    squares, within, same = (torch.zeros(*size, dtype=torch.float64) for size in ((2,), (2, 2, 2), (2, 2)))
+    for members in chosen.values():
+        of_prompt, number = torch.zeros_like(sums), torch.zeros(2)
+        for sign, t in members:
             tokens = pack([np.array(t.prompt_ids)], [np.array(t.response_ids)])
             parts = torch.autograd.grad(response_log_probs(model, tokens)[0].mean(), weights)
             gradient = torch.cat([part.flatten() for part in parts]).double()
-            total[-1] += gradient
-            squares[-1] += float(gradient @ gradient)
-    own = [(float(s @ s) - square) / (count * (count - 1)) for s, square in zip(total, squares, strict=True)]
-    cross = float(total[0] @ total[1]) / count**2
+            of_prompt[sign] += torch.stack([gradient, gradient * len(t.response_ids)])
+            squares[sign] += gradient @ gradient
+            number[sign] += 1
+        sums += of_prompt
+        within += torch.einsum("awn,bwn->wab", of_prompt, of_prompt)
+        same += torch.outer(number, number)
+    totals = torch.tensor([float(len(numbers)) for numbers in by_sign])
+    products = (torch.einsum("awn,bwn->wab", sums, sums) - within) / (torch.outer(totals, totals) - same)
+    own, whole = ([float(one[0, 0]), float(one[1, 1]), float(one[0, 1])] for one in products)
     return {
-        "products": [*own, cross],  # unbiased: no response is multiplied with itself
-        "variances": [square / count - product for square, product in zip(squares, own, strict=True)],
+        "products": own,
+        "variances": [float(squares[sign] / totals[sign]) - own[sign] for sign in (0, 1)],
+        "whole": whole,
         "entropy": float(np.mean([-np.sum(t.ref_logprobs) for t in rows])),
         "positive_share": float(np.mean([t.reward > 0 for t in rows])),
-        "told": f"cosine of positives and negatives {cross / np.sqrt(own[0] * own[1]):.2f}",
+        "told": "products of mean gradients " + ", ".join(f"{value:.3g}" for value in own + whole),
     }
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from topr.losses.shares import baseline_for_share
 
 
-def cosine(found: dict[str, Any]) -> float:
-    """Of E₊ and E₋."""
-    positives, negatives, cross = found["products"]
+def cosine(found: dict[str, Any], of: str = "products") -> float:
+    """Of E₊ and E₋, or without the 1/T, of `whole`: -1 but for noise, which may let an estimate leave [-1, 1]."""
+    positives, negatives, cross = found[of]
     return cross / math.sqrt(positives * negatives)
 
 
