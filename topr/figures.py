@@ -73,10 +73,10 @@ def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: lis
 
 
 def _points(axis: Axes, place: Iterable[float], rows: list[dict[str, Any]], colour: str, label: str) -> None:
-    """A line of means in per cent with their intervals."""
-    ends = [[100 * abs(row["interval"][i] - row["mean"]) if row["interval"] else 0 for row in rows] for i in (0, 1)]
-    mean = [100 * row["mean"] for row in rows]
-    axis.errorbar(place, mean, ends, capsize=2, marker="o", color=colour, label=label)
+    """A line of means in per cent with their intervals, cut to what is possible."""
+    mean = 100 * np.array([row["mean"] for row in rows])
+    ends = np.clip(100 * np.array([row["interval"] for row in rows]).T, 0, 100)
+    axis.errorbar(place, mean, np.abs(ends - mean), capsize=2, marker="o", color=colour, label=label)
 
 
 def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> dict[str, dict]:
