@@ -173,7 +173,7 @@ def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", "majority of 8")):
-        for colour, way in (("C0", "uniform"), ("C1", "Anna Karenina")):
+        for colour, way in (("C0", "uniform"), ("C9", "uniform, Anna Karenina's rate"), ("C1", "Anna Karenina")):
             rows = [claim["measured"][f"{way}, after iteration {i}"][metric] for i in range(5)]
             _points(axis, range(5), rows, colour, way)
         axis.set_xticks(range(5))
