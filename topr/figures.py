@@ -173,8 +173,12 @@ def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", "majority of 8")):
+        drawn: list[list[dict]] = []
         for colour, way in (("C0", "uniform"), ("C9", "uniform, Anna Karenina's rate"), ("C1", "Anna Karenina")):
             rows = [claim["measured"][f"{way}, after iteration {i}"][metric] for i in range(5)]
+            if rows in drawn:  # both have the same best rate
+                continue
+            drawn.append(rows)
             _points(axis, range(5), rows, colour, way)
         axis.set_xticks(range(5))
         axis.set_xlabel("iterations")
