@@ -16,7 +16,7 @@ def claim_5(study: Study) -> dict[str, Any]:
         methods = {
             f"data {p:.0%}, effective {share:.0%}": ["TOPR", {"positive_share": share}] for share in study.shares
         }
-        grid = study.tuned(methods, 1, share=[p, study.total])
+        grid = study.tuned(methods, study.share_grid_seeds, share=[p, study.total])
         more = {"share": [p, study.total], "samples": min(8, study.samples)}
         runs = {name: {"loss": loss, "rate": best(grid[name])} | more for name, loss in methods.items()}
         if study.small_rate:
@@ -49,7 +49,9 @@ def claim_5(study: Study) -> dict[str, Any]:
         "differences": differences,
         "explanation": to_first_order(study, found),
         **verdict(parts),
-        "settings": study.settings(grids, grid_seeds=1, trajectories=study.total, samples=min(8, study.samples))
+        "settings": study.settings(
+            grids, grid_seeds=study.share_grid_seeds, trajectories=study.total, samples=min(8, study.samples)
+        )
         | {"small_rate": study.small_rate},
     }
 
