@@ -124,7 +124,8 @@ def _three(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None
     names = list(claim["measured"])[1:]
     for label in names:
         _curve(left, study.ends[label], "pass@1", label)
-    left.set_ylabel("validation pass@1, per cent (colours as on the right)")
+    left.set_xlabel("epochs (colours as on the right)")
+    left.set_ylabel("validation pass@1, per cent")
     colours = ["grey", *(COLOURS[name] for name in names)]
     _bars(right, _of(claim, "invalid"), "invalid test responses, per cent", colours)
 
