@@ -144,7 +144,7 @@ def _four(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     shown = [(left, "pass@1", "test pass@1", "")]
     if study.small_rate:
-        shown.append((right, "pass@1", f"test pass@1, all at a rate of {study.small_rate:g}", ", small rate"))
+        shown.append((right, "pass@1", f"test pass@1 at rate {study.small_rate:g}", ", small rate"))
     else:
         shown.append((right, "invalid", "invalid test responses", ""))
     for axis, metric, name, when in shown:
