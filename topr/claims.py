@@ -172,9 +172,7 @@ def claim_7(study: Study) -> dict[str, Any]:
     def halfway(cell: tuple[str, float], seed: int) -> Job:
         return job(*cell, seed, count=2, split="val", samples=4)
 
-    grid = study.scores(
-        [(name, rate) for name in ("uniform", karenina) for rate in study.rates], halfway, study.long_grid_seeds
-    )
+    grid = study.scores([(name, rate) for name in ("uniform", karenina) for rate in study.rates], halfway, 1)
     ways = {name: best(scores) for name, scores in grid.items()} | {f"uniform, {karenina}'s rate": best(grid[karenina])}
     jobs = [
         job(name, rate, seed, count=4, split="test", samples=8) for name, rate in ways.items() for seed in study.seeds
@@ -218,7 +216,7 @@ def claim_7(study: Study) -> dict[str, Any]:
                 if name != karenina
             }
         ),
-        "settings": study.settings(grid, grid_seeds=study.long_grid_seeds, grid_iterations=2, **how | {"samples": 8})
+        "settings": study.settings(grid, grid_seeds=1, grid_iterations=2, **how | {"samples": 8})
         | {"updates": {name: [sum(chain["updates"]) for chain in chain_of] for name, chain_of in chains.items()}},
     }
 

@@ -16,7 +16,7 @@ def claim_5(study: Study) -> dict[str, Any]:
         methods = {
             f"data {p:.0%}, effective {share:.0%}": ["TOPR", {"positive_share": share}] for share in study.shares
         }
-        grid = study.tuned(methods, study.long_grid_seeds, share=[p, study.total])
+        grid = study.tuned(methods, study.share_grid_seeds, share=[p, study.total])
         more = {"share": [p, study.total], "samples": min(8, study.samples)}
         runs = {name: {"loss": loss, "rate": best(grid[name])} | more for name, loss in methods.items()}
         if study.small_rate:
@@ -50,7 +50,7 @@ def claim_5(study: Study) -> dict[str, Any]:
         "explanation": to_first_order(study, found),
         **verdict(parts),
         "settings": study.settings(
-            grids, grid_seeds=study.long_grid_seeds, trajectories=study.total, samples=min(8, study.samples)
+            grids, grid_seeds=study.share_grid_seeds, trajectories=study.total, samples=min(8, study.samples)
         )
         | {"small_rate": study.small_rate},
     }

@@ -76,7 +76,7 @@ _STRONG = Regime(
     shipped=ROOT / "data/arithmetic/strong",
     bases="strong",
     study={"methods": ["TOPR", "positives only", "REINFORCE"], "budget": 8, "samples": 8}
-    | {"grid_seeds": 3, "long_grid_seeds": 3, "shares": [0.05, 0.15, 0.5, 0.9], "small_rate": 0.01},
+    | {"grid_seeds": 3, "share_grid_seeds": 3, "shares": [0.05, 0.15, 0.5, 0.9], "small_rate": 0.01},
 )
 _ADAMW = {"optimizer": torch.optim.AdamW, "rates": [2e-5, 1e-4, 3e-4, 1e-3]}
 

@@ -84,7 +84,7 @@ class Study:
     shares: list[float] = field(default_factory=lambda: [0.05, 0.15, 0.3, 0.5, 0.7, 0.9])  # effective, of positives
     small_rate: float | None = None  # of learning, for all shares alike
     grid_seeds: int = 2  # on which learning rates are chosen
-    long_grid_seeds: int = 1  # those of claims 5 and 7, whose grids are long
+    share_grid_seeds: int = 1  # those of claim 5, which has many methods
     samples: int = 16  # responses to each test problem
     points: int = 10  # validations of a curve
     total: int = 3200  # trajectories of a given composition
