@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from conftest import ROOT
 
 from topr import experiments, reproduce
 from topr.claims import CLAIMS, other_peak
+from topr.figures import COLOURS, draw
 from topr.io import InputError
 from topr.laboratory import Job, Laboratory
-from topr.study import STUDENT, above, below, over_seeds, verdict
+from topr.study import METHODS, STUDENT, above, below, over_seeds, verdict
 
 SHIPPED = ROOT / "data" / "claims" / "standard" / "claims.json"
 
@@ -228,3 +230,21 @@ def test_results_of_other_settings_are_refused(tmp_path):
     with pytest.raises(InputError, match="other settings of standard"):
         lab.agree("standard", settings | {"scale": {"samples": 3}})
     lab.close()
+
+
+def test_figures_bear_batches_without_a_sign_and_runs_that_diverged(tmp_path):
+    def run(points: int, updates: int, diverged: bool = False) -> dict:
+        logged = {
+            f"weight/{sign}_truncated": [0.2] * (updates - i) for i, sign in enumerate(("positives", "negatives"))
+        }
+        curve = [{"step": i * updates // points, "pass@1": 0.3, "invalid": 0.2} for i in range(points + 1)]
+        ratios = None if diverged else {sign: [1] * (len(experiments.BINS) - 1) for sign in ("positives", "negatives")}
+        return {"curve": curve, "logged": logged, "ratios": ratios, "steps": updates}
+
+    runs = [run(10, 40), run(11, 37, diverged=True)]
+    study = SimpleNamespace(seeds=[1, 2], bases=[{"positive_share": 0.3}] * 2, ends=dict.fromkeys(COLOURS, runs))
+    row = {metric: over_seeds([0.1, 0.2]) for metric in ("pass@1", "maj", "invalid")}
+    claim = {"holds": "in part", "measured": {"before training": row} | dict.fromkeys(METHODS, row)}
+    for number in (1, 2, 3):
+        draw(number, study, claim, tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").stat().st_size > 5000

@@ -98,9 +98,10 @@ def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     for label, what in (("PPO", "tokens"), ("PPO, sequence ratio", "responses")):
         lost = []
         for result, share in zip(study.ends[label], shares, strict=True):
-            logged = [np.array(result["logged"][f"weight/{sign}_truncated"]) for sign in ("positives", "negatives")]
-            parts = np.array_split(100 * (share * logged[0] + (1 - share) * logged[1]), len(at))
-            lost.append([part.mean() for part in parts])
+            logged = (result["logged"][f"weight/{sign}_truncated"] for sign in ("positives", "negatives"))
+            # a batch may lack a sign
+            parts = [np.array([np.mean(part) for part in np.array_split(column, len(at))]) for column in logged]
+            lost.append(100 * (share * parts[0] + (1 - share) * parts[1]))
         _band(left, at, np.array(lost), label, 100)
         left.lines[-1].set_label(f"{label} ({what})")
     left.set_ylim(0, 100)
