@@ -4,10 +4,10 @@ python3.11 -m venv peers && peers/bin/pip install -r tests/requirements-peers.tx
 python tests/benchmark.py --python peers/bin/python         # training and sampling, an hour; --quick for a minute
 python tests/benchmark.py data --sizes 1000,1000000         # the data path: planning, loading, memory
 
-Every arm is a process of its own with one thread. All train an epoch to warm up, then take turns, an epoch each, round
-by round (A B C A B C). Tokens are nominal: prompt + response of every trajectory, no pads, a prompt counted once for
-each of its responses, as the peers process it. Utilisation is the FLOPs of these tokens over what a float32 matrix
-product reaches on one thread between the rounds. Prints tables and, as the last line, JSON.
+Every arm is a process of its own with one thread, all on one core. All train an epoch to warm up, then take turns, an
+epoch each, round by round (A B C A B C). Tokens are nominal: prompt + response of every trajectory, no pads, a prompt
+counted once for each of its responses, as the peers process it. Utilisation is the FLOPs of these tokens over what a
+float32 matrix product reaches right before and after the turn. Prints tables and, as the last line, JSON.
 """
 
 import argparse
@@ -112,7 +112,7 @@ class Arm:
     """A process that takes turns, see `arms.Turns`."""
 
     def __init__(self, name: str, command: list, folder: Path):
-        self.name, self.told, self.turns = name, folder / f"{name}.log", []
+        self.name, self.told, self.turns, self.peaks = name, folder / f"{name}.log", [], []
         with self.told.open("w") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
             self.process = subprocess.Popen(list(map(str, command)), **pipes)
@@ -125,9 +125,11 @@ class Arm:
         raise SystemExit(f"{self.name} ended:\n{self.told.read_text()[-3000:]}")
 
     def turn(self) -> None:
+        before = peak_flops()  # the core of a machine that is shared differs by half from one minute to the next
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         self.turns.append(self.read())
+        self.peaks.append((before + peak_flops()) / 2)
 
 
 def peak_flops() -> float:
@@ -145,18 +147,18 @@ def peak_flops() -> float:
 
 def alternate(case: str, commands: dict[str, list], rounds: int, folder: Path, about: dict) -> list[dict]:
     """Let the arms take turns; the first is compared with the others, round by round."""
-    arms, peak = [], peak_flops()
+    arms = []
     try:
         for name, command in commands.items():
             arms.append(Arm(name, command, folder))
         for _ in range(rounds):
             for arm in arms:
                 arm.turn()
-            peak = max(peak, peak_flops())
     finally:
         for arm in arms:
             arm.process.kill()
             arm.process.wait()
+    peak = statistics.median(peak for arm in arms for peak in arm.peaks)
     print(f"\n{case}, {about['parameters'] / 1e6:.1f}M parameters, peak {peak / 1e9:.0f} GFLOP/s, {rounds} rounds")
     print(
         f"{'':10}{'tokens/CPU s':>13}{'tokens/wall s':>14}{'utilisation':>12}{'MB':>7}   {arms[0].name} over it (range)"
@@ -170,8 +172,9 @@ def alternate(case: str, commands: dict[str, list], rounds: int, folder: Path, a
             first / its for first, its in zip(results[0]["tokens_per_cpu_s"] if results else cpu, cpu, strict=True)
         ]
         row = {"case": case, "arm": arm.name, "tokens_per_cpu_s": cpu, "tokens_per_wall_s": wall, "ratio": ratio}
-        row["utilisation"] = [speed * about["flops_per_token"] / peak for speed in cpu]
-        row |= {"updates": arm.turns[0]["steps"], "memory_mb": arm.turns[-1]["memory"] / 1e6, "peak_flops": peak}
+        flops = [speed * about["flops_per_token"] for speed in cpu]
+        row["utilisation"] = [its / peak for its, peak in zip(flops, arm.peaks, strict=True)]
+        row |= {"updates": arm.turns[0]["steps"], "memory_mb": arm.turns[-1]["memory"] / 1e6, "peak_flops": arm.peaks}
         results.append(row)
         speed, clock, share, times = (statistics.median(x) for x in (cpu, wall, row["utilisation"], ratio))
         shown = f"{arm.name:10}{speed:13.0f}{clock:14.0f}{share:12.2f}{row['memory_mb']:7.0f}"
@@ -251,6 +254,7 @@ def main() -> None:
             f"without the peers, which are not installed: {args.python} -m pip install -r tests/requirements-peers.txt"
         )
         args.peers = ""
+    os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # the arms inherit it; the first core has the interrupts
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_HOME"] = str(Path(folder) / "hf")
         results = [row for what in args.what or ["train", "sample"] for row in known[what](args, Path(folder))]

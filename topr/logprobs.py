@@ -17,8 +17,8 @@ from topr.attention import NAME
 from topr.losses import Loss, LossOutput
 from topr.packing import Tokens, pack, partition
 
-# logits held at once: 128 positions of a 128k vocabulary on a CPU, 2,048 on a GPU, whose products want more rows
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+# logits held at once: 256 positions of a 128k vocabulary on a CPU, 2,048 on a GPU, whose products want more rows
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 
 
 def response_log_probs(model: nn.Module, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -117,10 +117,14 @@ def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]
         end += length
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None):
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None, out_CV: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Logits, in the weight's precision as in bfloat16 they err by .04 a token, and the slope of their soft cap."""
     with torch.autocast(hidden_CD.device.type, enabled=False):
-        logits_CV = F.linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V)
+        logits_CV = torch.mm(hidden_CD.to(weight_VD.dtype), weight_VD.T, out=out_CV)
+        if bias_V is not None:
+            logits_CV += bias_V
         if softcap is None:
             return logits_CV, None
         capped_CV = torch.tanh(logits_CV / softcap)
@@ -130,8 +134,8 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap
 class _LogProbs:
     """log pi of a chunk's targets; the logits' memory then holds their softmax, and at last their gradient."""
 
-    def __init__(self, hidden_CD: Tensor, target_C: Tensor, *head):
-        self.values_CV, self.slope_CV = _logits(hidden_CD, *head)
+    def __init__(self, hidden_CD: Tensor, target_C: Tensor, head: tuple, buffer_CV: Tensor):
+        self.values_CV, self.slope_CV = _logits(hidden_CD, *head, buffer_CV[: len(hidden_CD)])
         self.target_C1 = target_C[:, None]
         target_C1, largest_C1 = self.values_CV.gather(1, self.target_C1), self.values_CV.amax(dim=1, keepdim=True)
         self.sum_C1 = self.values_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
@@ -163,10 +167,12 @@ class OnePassLoss(torch.autograd.Function):
         d_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
         d_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         total, outputs, head = torch.zeros_like(scale_B[0]), [], (weight_VD, bias_V, softcap)
+        # one for all chunks: a CPU's pages are cleared when they are first touched, half as long as the product takes
+        buffer_CV = weight_VD.new_empty(min(_chunk(weight_VD), len(hidden_ND)), len(weight_VD))
         for trajectories, pieces in _chunks(length_B, _chunk(weight_VD)):
             log_probs = []
             for piece in pieces:
-                chunk = _LogProbs(hidden_ND[piece], target_N[piece], *head)
+                chunk = _LogProbs(hidden_ND[piece], target_N[piece], head, buffer_CV)
                 log_probs.append(chunk.found_C)
             log_probs_N = torch.cat(log_probs).requires_grad_()
             with torch.enable_grad():
@@ -175,7 +181,7 @@ class OnePassLoss(torch.autograd.Function):
             (gradient_N,) = torch.autograd.grad(scaled, log_probs_N)
             for piece, gradient_C in zip(pieces, gradient_N.split([len(found) for found in log_probs]), strict=True):
                 if len(pieces) > 1:
-                    chunk = _LogProbs(hidden_ND[piece], target_N[piece], *head)
+                    chunk = _LogProbs(hidden_ND[piece], target_N[piece], head, buffer_CV)
                 d_logits_CV = chunk.gradient(gradient_C)
                 d_hidden_ND[piece] = d_logits_CV @ weight_VD
                 if needs_weight:
