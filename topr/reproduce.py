@@ -103,6 +103,7 @@ def markdown(found: dict[str, Any]) -> str:
             tables = [METRICS] if set(names) <= set(METRICS) else [METRICS, [n for n in names if n not in METRICS]]
             for columns in tables:
                 rows = {label: row for label, row in claim[title].items() if set(row) & set(columns)}
+                columns = [name for name in columns if any(name in row for row in rows.values())]
                 if rows:
                     lines += [
                         "",
