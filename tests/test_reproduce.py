@@ -116,6 +116,7 @@ def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
     found = experiments.train(lab, tmp_path, **how)
     json.dumps(found, allow_nan=False)
     assert len(found["curve"]) == 3 and found["curve"][0]["pass@1"] > 0.1 and found["curve"][-1]["pass@1"] == 0
+    assert found["steps"] < 8 and [point["step"] for point in found["curve"]] == [0, 4, 8]
     assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
     assert np.mean(found["result"]["invalid"]) == 1
     chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}

@@ -48,7 +48,8 @@ def _curve(axis: Axes, results: list[dict], metric: str, label: str, epochs: int
     columns = []
     for result in results:
         steps, values = zip(*((point["step"], point[metric]) for point in result["curve"]), strict=True)
-        columns.append(np.interp(at, epochs * np.array(steps) / result["steps"], 100 * np.array(values)))
+        last = max(result["steps"], steps[-1])  # a run that diverged has a longer curve than updates
+        columns.append(np.interp(at, epochs * np.array(steps) / last, 100 * np.array(values)))
     _band(axis, at, np.array(columns), label, 100)
 
 
