@@ -329,6 +329,8 @@ def test_a_stage_that_refuses_its_input_speaks_for_all(tmp_path):
     assert driver.run(*arguments("--model.policy=nowhere")) == 2
     told = [line for line in driver.log.read_text().splitlines() if "error" in line]
     assert len(told) == 1 and "'nowhere' is neither a folder nor a model" in told[0]
+    assert driver.run(*arguments("--model.policy=elsewhere")) == 2  # nothing was made, so the command may be mended
+    assert "'elsewhere' is neither" in driver.log.read_text()
     (tmp_path / "out" / "iterate.json").write_text("[1")
     assert driver.run(*arguments()) == 2 and "does not say what was begun there" in driver.log.read_text()
 

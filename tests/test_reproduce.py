@@ -39,6 +39,9 @@ def test_intervals_over_seeds_are_students():
         ]
         assert np.mean(held) == pytest.approx(0.95, abs=0.015), n
     assert sorted(STUDENT, reverse=True) == STUDENT
+    for n, quantile in ((12, 2.20099), (16, 2.13145), (30, 2.04523)):  # beyond the table
+        low, high = over_seeds(list(values := rng.normal(size=n)))["interval"]
+        assert (high - low) / 2 == pytest.approx(quantile * values.std(ddof=1) / math.sqrt(n), rel=1e-3)
 
 
 def test_a_verdict_needs_every_part_of_its_criterion():
@@ -113,6 +116,7 @@ def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
     found = experiments.train(lab, tmp_path, **how)
     json.dumps(found, allow_nan=False)
     assert len(found["curve"]) == 3 and found["curve"][0]["pass@1"] > 0.1 and found["curve"][-1]["pass@1"] == 0
+    assert found["steps"] < 8 and [point["step"] for point in found["curve"]] == [0, 4, 8]
     assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
     assert np.mean(found["result"]["invalid"]) == 1
     chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}
@@ -153,14 +157,16 @@ def check_schema(found: dict) -> None:
             assert all(len(value["values"]) == len(claim["seeds"]) for value in row.values() if "pass@1" in row)
 
 
-@pytest.mark.skipif(not SHIPPED.exists(), reason="no claims are shipped")
-def test_the_shipped_claims_have_the_schema_and_their_figures():
-    found = json.loads(SHIPPED.read_text())
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "data" / "claims").glob("*/claims.json")), ids=lambda path: path.parts[-2]
+)
+def test_the_shipped_claims_have_the_schema_and_their_figures(path):
+    found = json.loads(path.read_text())
     check_schema(found)
-    assert [claim["claim"] for claim in found["claims"]] == list(CLAIMS)
-    text = (SHIPPED.parent / "claims.md").read_text()
+    assert [claim["claim"] for claim in found["claims"]] == experiments.REGIMES[path.parent.name].claims
+    text = (path.parent / "claims.md").read_text()
     for claim in found["claims"]:
-        assert (SHIPPED.parent / f"claim_{claim['claim']}.png").stat().st_size > 5000
+        assert (path.parent / f"claim_{claim['claim']}.png").stat().st_size > 5000
         assert f"{claim['claim']}. {claim['statement']} | {claim['paper']} | **{claim['holds']}**" in text
     assert text == reproduce.markdown(found)
 
@@ -201,6 +207,7 @@ def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
     [
         (["--claims", "1,9"], "--claims names 9"),
         (["--claims", "one"], "no list of numbers"),
+        (["--claims", ""], "no list of numbers"),
         (["--regime", "strong", "--claims", "1,2"], "--claims names 2; choose from 1, 4, 5, 6, 7"),
         (["--regime", "strong", "--claims", "6", "--quick", "--workers", "1"], "ships no trajectories"),
         (["--seeds", "1"], "--seeds is 1"),

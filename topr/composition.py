@@ -84,7 +84,7 @@ def to_first_order(study: Study, found: dict[str, list[dict]]) -> dict[str, Any]
     if study.small_rate:
         rises = np.array([np.subtract(study.mean(found[name], "pass@1"), before) for name in names.values()])
         steps = np.array([[gain(one, *cell) for one in at_base] for cell in names])
-        unit = (rises * steps).sum(0) / (steps**2).sum(0)  # points per unit of gain, the one thing that is fitted
+        unit = (rises * steps).sum(0) / (steps**2).sum(0)  # points per unit of gain, fitted for each base policy
         for name, rise, predicted in zip(names.values(), rises, steps * unit, strict=True):
             told[f"{name}: points gained"] = over_seeds((100 * rise).tolist())
             told[f"{name}: points that plain gradient steps gain to first order"] = over_seeds(

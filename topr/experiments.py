@@ -80,7 +80,9 @@ def fit(
         if "val/pass@1" in row
     ]
     if diverged and points:
-        curve += [{"step": module.global_step, "pass@1": 0.0, "invalid": 1.0}] * (points * epochs + 1 - len(curve))
+        apart = len(trajectories.plan(0)) / points
+        left = range(len(curve), points * epochs + 1)
+        curve += [{"step": round(i * apart), "pass@1": 0.0, "invalid": 1.0} for i in left]
     logged = {name: [row[name] for _, row in records.rows if name in row] for name in LOGGED}
     return module, {"curve": curve, "logged": logged, "steps": module.global_step, "diverged": diverged}
 

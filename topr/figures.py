@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 COLOURS = dict(zip(METHODS, ["C0", "C2", "C3", "C1", "C8", "C4"], strict=True))
 COLOURS |= {"REINFORCE, two epochs": "C3", "REINFORCE, TOPR's rate": "C5"}
 TITLES = {
-    1: "Naive REINFORCE improves, then collapses; TOPR does not",
+    1: "Naive REINFORCE improves, then collapses",
     2: "PPO's clip: how much of the data loses its gradient",
     3: "Against other off-policy methods: accuracy and invalid responses",
     4: "Positives only, and where negatives help",
@@ -48,7 +48,8 @@ def _curve(axis: Axes, results: list[dict], metric: str, label: str, epochs: int
     columns = []
     for result in results:
         steps, values = zip(*((point["step"], point[metric]) for point in result["curve"]), strict=True)
-        columns.append(np.interp(at, epochs * np.array(steps) / result["steps"], 100 * np.array(values)))
+        last = max(result["steps"], steps[-1])  # a run that diverged has a longer curve than updates
+        columns.append(np.interp(at, epochs * np.array(steps) / last, 100 * np.array(values)))
     _band(axis, at, np.array(columns), label, 100)
 
 
@@ -150,10 +151,10 @@ def _five(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
         shown.append((right, "invalid", "invalid test responses", ""))
     for axis, metric, name, when in shown:
         axis.axvspan(0.1, 0.2, color="grey", alpha=0.2, linewidth=0, label="the paper's best")
-        for colour, p in (("C0", 0.1), ("C1", 0.5)):
+        for colour, p, aside in (("C0", 0.1, -0.005), ("C1", 0.5, 0.005)):  # lest a bar hide another
             names = [f"data {p:.0%}, effective {share:.0%}{when}" for share in study.shares]
             rows = [claim["measured"][row][metric] for row in names]
-            _points(axis, study.shares, rows, colour, f"data with {p:.0%} positives")
+            _points(axis, np.add(study.shares, aside), rows, colour, f"data with {p:.0%} positives")
         axis.set_xlabel("effective share of positives")
         axis.set_ylabel(f"{name}, per cent")
         axis.set_ylim(bottom=None if study.small_rate else 0)
@@ -164,9 +165,13 @@ def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
     for axis, metric, name in ((left, "pass@1", "test pass@1"), (right, "invalid", "invalid test responses")):
         before = claim["measured"]["before training"][metric]["mean"]
         axis.axhline(100 * before, color="grey", linestyle=":", label="before training")
-        for colour, method in (("C1", "IS, clip 1"), ("C3", "IS, clip 100"), ("C0", "TOPR, clip 100")):
+        for colour, method, aside in (
+            ("C1", "IS, clip 1", 0.94),
+            ("C3", "IS, clip 100", 1),
+            ("C0", "TOPR, clip 100", 1.06),
+        ):
             rows = [claim["measured"][f"{method}, rate {rate:g}"][metric] for rate in study.rates]
-            _points(axis, study.rates, rows, colour, method)
+            _points(axis, np.multiply(study.rates, aside), rows, colour, method)
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
         axis.set_ylabel(f"{name}, per cent")
@@ -181,7 +186,7 @@ def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None
             if rows in drawn:  # both have the same best rate
                 continue
             drawn.append(rows)
-            _points(axis, range(5), rows, colour, way)
+            _points(axis, np.arange(5) + 0.06 * len(drawn) - 0.12, rows, colour, way)
         axis.set_xticks(range(5))
         axis.set_xlabel("iterations")
         axis.set_ylabel(f"test {name}, per cent")

@@ -152,6 +152,8 @@ class Iterations:
             before = json.loads(path.read_text()) if path.exists() else now
             raised = before["--iterations"] < now["--iterations"]
             changed = [key for key in before | now if before.get(key) != now.get(key) and not key.startswith(FREE)]
+            if not any(self.out.glob("iteration_*")):  # a command that made nothing may be mended
+                changed = []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} does not say what was begun there; name another --out") from error
         for key in changed:

@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     known = REGIMES[args.regime].claims
     try:
-        args.claims = sorted({int(number) for number in args.claims.split(",")}) if args.claims else known
+        args.claims = sorted({int(number) for number in args.claims.split(",")}) if args.claims is not None else known
     except ValueError:
         raise InputError(f"--claims {args.claims!r} is no list of numbers; write for example 1,2,3") from None
     if unknown := set(args.claims) - set(known):
@@ -103,6 +103,7 @@ def markdown(found: dict[str, Any]) -> str:
             tables = [METRICS] if set(names) <= set(METRICS) else [METRICS, [n for n in names if n not in METRICS]]
             for columns in tables:
                 rows = {label: row for label, row in claim[title].items() if set(row) & set(columns)}
+                columns = [name for name in columns if any(name in row for row in rows.values())]
                 if rows:
                     lines += [
                         "",

@@ -29,7 +29,8 @@ ANSWERS = {True: "yes", False: "no", None: "undecided"}
 def over_seeds(values: list[float]) -> dict[str, Any]:
     """Mean, 95% t-interval and the values themselves, one a seed."""
     n, mean = len(values), float(np.mean(values))
-    quantile = STUDENT[n - 2] if 2 <= n <= len(STUDENT) + 1 else 1.96 + 2.5 / max(n - 1, 1)
+    df = max(n - 1, 1)
+    quantile = STUDENT[df - 1] if df <= len(STUDENT) else 1.96 + 2.372 / df + 2.82 / df**2  # Cornish and Fisher's
     half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return {
         "mean": round(mean, 5),
