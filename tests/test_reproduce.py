@@ -69,6 +69,8 @@ def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
     kept = tmp_path / "jobs" / f"{job.digest}.json"
     written = kept.stat().st_mtime_ns
     assert lab.run([job, job]) == [*first, *first] and kept.stat().st_mtime_ns == written
+    with pytest.raises(InputError, match="another command is at work"):
+        Laboratory(tmp_path, 1)
     lab.close()
     assert capfd.readouterr().out.count("base policy") == 1
     assert not list((tmp_path / "work").iterdir()) and (tmp_path / "bases" / "standard-3" / "train.parquet").exists()

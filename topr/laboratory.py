@@ -3,6 +3,7 @@
 A study that was killed goes on where it stood, and studies share what they have in common.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -42,11 +43,20 @@ class Job(NamedTuple):
 
 
 class Laboratory:
-    """Runs jobs in `workers` processes and keeps what they found under `out`."""
+    """Runs jobs in `workers` processes and keeps what they found under `out`.
+
+    Raises:
+        InputError: another command is at work under `out`.
+    """
 
     def __init__(self, out: Path, workers: int):
         self.out, self.used = out, {}  # the latter by digest: commit and CPU time of what was found
         (out / "jobs").mkdir(parents=True, exist_ok=True)
+        self.lock = (out / "lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lifts it when this process ends
+        except BlockingIOError:
+            raise InputError(f"another command is at work under {out}; wait for it, or name another --out") from None
         os.environ |= {"HF_DATASETS_CACHE": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
         os.environ |= {"OMP_NUM_THREADS": "1"}  # as fast as more for policies of this size
         self.pool = ProcessPoolExecutor(workers, get_context("spawn"), _quiet)
@@ -85,6 +95,7 @@ class Laboratory:
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.out / "cache", ignore_errors=True)
+        self.lock.close()
 
 
 @cache
