@@ -307,6 +307,7 @@ SERVER = ["--model.sampler=topr.sampling.ServerSampler", "--model.sampler.init_a
         (["--seed_everything", "3"], "--seed_everything is set anew"),
         (["--trainer.logger.init_args.name=x"], "--trainer.logger.init_args.name is set anew"),
         (["--data.test=null"], "data.test is not set"),
+        (["--data.problems=absent.jsonl"], "data.problems: absent.jsonl"),
         (["--data.tset=x"], "data.tset"),
         (["--trainer.fast_dev_run=true"], "no trainer.fast_dev_run"),
         (SERVER, "puts the one in $POLICY on the server"),

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonargparse
 import yaml
 
 from topr.curation import Curation, Way, add_arguments, curate, tell
@@ -25,6 +26,7 @@ from topr.evaluation import cell
 from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
 from topr.progress import measure, summary, table, write_events, write_results
 from topr.ranks import die_with_parent
+from topr.tasks import Task
 from topr.trajectories import read_metadata
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -122,9 +124,16 @@ class Iterations:
     def _check(self, config: dict[str, Any]) -> Curation:
         """What the driver needs of the configuration; the rest is checked by the stages."""
         args, samples = self.args, self.data["samples"]
+        parser = jsonargparse.ArgumentParser()
+        parser.add_argument("task", type=Task)
+        task = parser.instantiate_classes(parser.parse_object({"task": config["model"]["task"]})).task
         for name in ("test", "problems"):
             if not self.data[name]:
                 raise InputError(f"data.{name} is not set; topr.iterate needs data.test and data.problems")
+            try:
+                task.problems(self.data[name])  # as a mistake in the latter would be found after the first test
+            except InputError as error:
+                raise InputError(f"data.{name}: {error}") from error
         logger, sampler = config["trainer"]["logger"], config["model"]["sampler"] or {}
         one = isinstance(logger, dict) and logger["class_path"].endswith("TensorBoardLogger")
         if not one or config["trainer"]["fast_dev_run"]:
