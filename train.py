@@ -12,6 +12,10 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, NoReturn
 
+# large tensors on a CPU in huge pages: small ones cost up to a seventh of an update; read with torch's first tensor,
+# which Lightning makes
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 import torch
 import yaml
 from jsonargparse import dict_to_namespace, get_loader, set_loader

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from itertools import islice
@@ -64,6 +65,7 @@ def trajectories(args: argparse.Namespace, files: str):
 
 def ours(args: argparse.Namespace) -> None:
     """Train by the project's own trainer, module and data module, as `train.py fit` does."""
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     # some are loaded later otherwise, as the peers' are loaded before their turns begin
     import datasets  # noqa: F401
     import pyarrow.parquet as pq
