@@ -115,7 +115,7 @@ def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
             name = f"{label}, {sign}"
             right.plot(middle, 100 * counts / counts.sum(), style, color=COLOURS[label], label=name, linewidth=1.2)
     right.axvspan(np.log(0.8), np.log(1.2), color="grey", alpha=0.4, linewidth=0)
-    right.set_xlabel("log-ratio of a response at the end (grey: within the clip of PPO's sequence ratio)", fontsize=8)
+    right.set_xlabel("log-ratio of a response at the end (grey: PPO's clip of it)")
     right.set_ylabel("stored responses of the sign, per cent")
     right.set_yscale("symlog", linthresh=1)
     right.set_ylim(bottom=0)
