@@ -161,12 +161,11 @@ class Iterations:
             before = json.loads(path.read_text()) if path.exists() else now
             raised = before["--iterations"] < now["--iterations"]
             changed = [key for key in before | now if before.get(key) != now.get(key) and not key.startswith(FREE)]
-            if not any(self.out.glob("iteration_*")):  # a command that made nothing may be mended
-                changed = []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} does not say what was begun there; name another --out") from error
+        begun = any(self.out.glob("iteration_*"))  # a command that made nothing may be mended
         for key in changed:
-            if key != "--iterations" or not raised:
+            if begun and (key != "--iterations" or not raised):
                 raise InputError(
                     f"{self.out} was begun with {key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}; give "
                     "the command as it was (--iterations may be raised), or another --out"
