@@ -254,7 +254,7 @@ def main() -> None:
             f"without the peers, which are not installed: {args.python} -m pip install -r tests/requirements-peers.txt"
         )
         args.peers = ""
-    os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # the arms inherit it; the first core has the interrupts
+    os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # the arms inherit it
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_HOME"] = str(Path(folder) / "hf")
         results = [row for what in args.what or ["train", "sample"] for row in known[what](args, Path(folder))]
