@@ -64,8 +64,8 @@ def attend(
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and softcap is None and query.shape[-1] <= 256 and torch.__version__ >= "2.13":
         return _attend_on_gpu(query[0], key[0], value[0], spans, scaling, sliding_window)[None], None
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return SpanAttention.apply(*rows, spans, scaling, sliding_window, softcap)[None], None
+    out_HLD = SpanAttention.apply(query[0], key[0], value[0], spans, scaling, sliding_window, softcap)
+    return out_HLD.transpose(0, 1)[None], None
 
 
 def _attend_as_always(module, query, key, value, mask, scaling, softcap, kwargs) -> tuple[Tensor, None]:
@@ -114,66 +114,68 @@ class SpanAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query_LHD, key_LGD, value_LGD, spans, scaling, window, softcap) -> Tensor:
-        ctx.save_for_backward(query_LHD, key_LGD, value_LGD)
-        ctx.buckets, ctx.scores = _buckets(spans, window, query_LHD.device), (scaling, softcap)
-        query, key, value = (_exact(tensor) for tensor in (query_LHD, key_LGD, value_LGD))
-        out_LHD = torch.empty_like(query)
+    def forward(ctx, query_HLD, key_GLD, value_GLD, spans, scaling, window, softcap) -> Tensor:
+        ctx.save_for_backward(query_HLD, key_GLD, value_GLD)
+        ctx.buckets, ctx.scaling, ctx.softcap = _buckets(spans, window, query_HLD.device), scaling, softcap
+        query, key, value = (_exact(tensor) for tensor in (query_HLD, key_GLD, value_GLD))
+        query, out, groups = query.mul_(scaling), torch.empty_like(query), len(key)
         with torch.autocast(query.device.type, enabled=False):
             for index_NR, index_NK, mask_NRK in ctx.buckets:
-                keys, values = (_by_head(rows, index_NK, key.shape[1]) for rows in (key, value))
-                weight, _ = _weights(_by_head(query, index_NR, key.shape[1]), keys, mask_NRK, *ctx.scores)
-                out_LHD.index_copy_(0, index_NR.flatten(), _by_row(weight @ values, index_NR))
-        return out_LHD[:-1].to(query_LHD.dtype)
+                keys, values = (_take(rows, index_NK, groups) for rows in (key, value))
+                weight, _ = _weights(_take(query, index_NR, groups), keys, mask_NRK, softcap)
+                out.index_copy_(1, index_NR.flatten(), _give(torch.bmm(weight, values), index_NR, groups))
+        return out[:, :-1].to(query_HLD.dtype)
 
     @staticmethod
-    def backward(ctx, d_out_LHD):
+    def backward(ctx, d_out_HLD):
         saved = ctx.saved_tensors
-        query, key, value, d_out = (_exact(tensor) for tensor in (*saved, d_out_LHD))
+        query, key, value, d_out = (_exact(tensor) for tensor in (*saved, d_out_HLD))
+        query, groups = query.mul_(ctx.scaling), len(key)
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        heads = key.shape[1]
         with torch.autocast(query.device.type, enabled=False):
             for index_NR, index_NK, mask_NRK in ctx.buckets:
-                queries, d_outs = (_by_head(rows, index_NR, heads) for rows in (query, d_out))
-                keys, values = (_by_head(rows, index_NK, heads) for rows in (key, value))
-                weight, slope = _weights(queries, keys, mask_NRK, *ctx.scores)
-                d_value.index_add_(0, index_NK.flatten(), _by_row(weight.transpose(1, 2) @ d_outs, index_NK))
-                d_score = torch._softmax_backward_data(d_outs @ values.transpose(1, 2), weight, -1, weight.dtype)
+                queries, d_outs = (_take(rows, index_NR, groups) for rows in (query, d_out))
+                keys, values = (_take(rows, index_NK, groups) for rows in (key, value))
+                weight, slope = _weights(queries, keys, mask_NRK, ctx.softcap)
+                seen, d_values = index_NK.flatten(), torch.bmm(weight.transpose(1, 2), d_outs)
+                d_value.index_add_(1, seen, _give(d_values, index_NK, groups))
+                d_score = torch.bmm(d_outs, values.transpose(1, 2))
+                d_score = torch._softmax_backward_data(d_score, weight, -1, weight.dtype)
                 if slope is not None:
                     d_score.mul_(slope)
-                d_query.index_copy_(0, index_NR.flatten(), _by_row(d_score @ keys, index_NR))
-                d_key.index_add_(0, index_NK.flatten(), _by_row(d_score.transpose(1, 2) @ queries, index_NK))
-        found = d_query.mul_(ctx.scores[0]), d_key.mul_(ctx.scores[0]), d_value
-        return *(gradient[:-1].to(given.dtype) for gradient, given in zip(found, saved, strict=True)), *[None] * 4
+                d_query.index_copy_(1, index_NR.flatten(), _give(torch.bmm(d_score, keys), index_NR, groups))
+                d_key.index_add_(1, seen, _give(torch.bmm(d_score.transpose(1, 2), queries), index_NK, groups))
+        found = d_query.mul_(ctx.scaling), d_key, d_value
+        return *(gradient[:, :-1].to(given.dtype) for gradient, given in zip(found, saved, strict=True)), *[None] * 4
 
 
-def _exact(rows_LHD: Tensor) -> Tensor:
+def _exact(rows_HLD: Tensor) -> Tensor:
     """Rows in float32 or more, and behind them one of zeros, which pads stand for."""
-    rows_LHD = rows_LHD if rows_LHD.dtype == torch.float64 else rows_LHD.float()
-    return torch.cat((rows_LHD, rows_LHD.new_zeros(1, *rows_LHD.shape[1:])))
+    rows_HLD = rows_HLD if rows_HLD.dtype == torch.float64 else rows_HLD.float()
+    return torch.cat((rows_HLD, rows_HLD.new_zeros(len(rows_HLD), 1, rows_HLD.shape[2])), 1)
 
 
-def _by_head(rows_LHD: Tensor, index_NR: Tensor, groups: int) -> Tensor:
-    """The rows of N spans, [N * groups, heads of a group * R, D]."""
-    (n, r), (_, heads, d) = index_NR.shape, rows_LHD.shape
-    rows = rows_LHD.index_select(0, index_NR.flatten()).view(n, r, groups, heads // groups, d)
-    return rows.permute(0, 2, 3, 1, 4).reshape(n * groups, -1, d)
+def _take(rows_HLD: Tensor, index_NR: Tensor, groups: int) -> Tensor:
+    """The rows of N spans, [groups * N, heads of a group * R, D]; a copy only where a group has several heads."""
+    (n, r), (heads, _, d) = index_NR.shape, rows_HLD.shape
+    rows = rows_HLD.index_select(1, index_NR.flatten()).view(groups, heads // groups, n, r, d)
+    return rows.transpose(1, 2).reshape(groups * n, -1, d)
 
 
-def _by_row(values: Tensor, index_NR: Tensor) -> Tensor:
-    """Inverse of `_by_head`: [N * R, H, D]."""
+def _give(values: Tensor, index_NR: Tensor, groups: int) -> Tensor:
+    """Inverse of `_take`: [H, N * R, D]."""
     (n, r), d = index_NR.shape, values.shape[-1]
-    return values.reshape(n, -1, r, d).transpose(1, 2).reshape(n * r, -1, d)
+    return values.view(groups, n, -1, r, d).transpose(1, 2).reshape(-1, n * r, d)
 
 
-def _weights(queries, keys, mask_NRK, scaling, softcap) -> tuple[Tensor, Tensor | None]:
+def _weights(queries: Tensor, keys: Tensor, mask_NRK: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Softmax of the scores, shaped as they are, and the slope of their soft cap."""
-    score, slope = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling), None
+    score, slope = torch.bmm(queries, keys.transpose(1, 2)), None
     if softcap is not None:
         capped = torch.tanh(score / softcap)
         score, slope = softcap * capped, 1 - capped.square()
     n, r, k = mask_NRK.shape
-    score.view(n, -1, r, k).add_(mask_NRK[:, None])
+    score.view(-1, n, score.shape[1] // r, r, k).add_(mask_NRK[:, None])
     return score.softmax(-1), slope
 
 
