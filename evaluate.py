@@ -1,12 +1,12 @@
 """Evaluate policies on benchmarks: `python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic`."""
 
 import argparse
+import gc
 import hashlib
 import json
 import os
 import sys
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ BENCHMARKS = {
     "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
     "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
 }
+LOADED: dict[str, torch.nn.Module] = {}  # by its name
 
 
 def parse() -> argparse.Namespace:
@@ -94,10 +95,14 @@ def start_ranks(devices: int | None) -> None:
         Fabric(devices=count, num_nodes=nodes, strategy="ddp").launch()
 
 
-@lru_cache(maxsize=1)  # one policy at a time in memory
 def loaded(policy: str):
-    """The policy on the device."""
-    return load_policy(policy).to("cuda" if torch.cuda.is_available() else "cpu")
+    """The policy on the device, where one at a time is kept."""
+    if policy not in LOADED:
+        LOADED.clear()
+        gc.collect()  # the model refers to itself; it goes before the next one takes memory
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # not by way of the host's memory
+            LOADED[policy] = load_policy(policy)
+    return LOADED[policy]
 
 
 def responses(
@@ -164,12 +169,14 @@ def run(args: argparse.Namespace) -> None:
         for policy in args.policy
         for name, task, problems, sampling in benchmarks
     }
+    # every rank takes its part in the critiques, too
+    weighed = {key: weights(key[1], rows, args) for key, rows in sampled.items()} if args.verifier else {}
     if rank():
         return
     results: dict[str, dict] = {}
     first: dict[str, dict] = {}  # the first policy's values of each problem, by benchmark
     for (policy, name), rows in sampled.items():
-        values = per_problem(rows, args.k, weights(name, rows, args) if args.verifier else None)
+        values = per_problem(rows, args.k, weighed.get((policy, name)))
         result = {"problems": len(values["pass@1"]), "samples": args.samples, **summarise(values, args.seed)}
         results.setdefault(policy, {})[name] = result
         if name in first:  # the same problems: differences are paired

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,15 +211,28 @@ def test_two_devices_evaluate_as_one_does(run, policy, problems, monkeypatch):
     monkeypatch.setattr(evaluation, "PART", 32)  # as in the processes that are started
     problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(50)))
     given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--samples", "2", "--rows", "64"]
+    given += ["--verifier", ROOT / "data" / "arithmetic" / "verifier" / "base", "--critiques", "2"]
     assert run(evaluate.main, *given, "--out", "one")[0] == 0
     command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", "2", "--threads", "1"]
     done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     one, two = run.folder / "one", run.folder / "two"
     assert (one / "results.json").read_text() == (two / "results.json").read_text()
-    (some,), (others,) = (sorted((path / "responses").iterdir()) for path in (one, two))
-    assert rows(some) == rows(others) and len(list(others.iterdir())) == 2
+    assert "weighted@2" in (two / "results.json").read_text()
+    for some, others in zip(*(sorted((path / "responses").iterdir()) for path in (one, two)), strict=True):
+        assert rows(some) == rows(others) and len(list(others.iterdir())) > 1
     assert done.stdout.count("wrote results.json") == 1
+
+
+def test_one_policy_at_a_time_is_in_memory(policy, monkeypatch):
+    first = weakref.ref(evaluate.loaded(str(policy)))
+
+    def load(name):
+        assert first() is None
+        return load_policy(name)
+
+    monkeypatch.setattr(evaluate, "load_policy", load)
+    evaluate.loaded(str(ROOT / "data" / "arithmetic" / "base"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
