@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import make_policy
+from torch.nn.attention import varlen
 
-from topr import logprobs
+from topr import attention, logprobs
 from topr.attention import NAME
 from topr.logprobs import response_log_probs, response_loss, score, token_log_probs
 from topr.losses import TOPR
@@ -180,6 +181,53 @@ def test_autocast_keeps_log_probs_in_float32(policy):
     assert found.dtype == output.log_ratio_B.dtype == torch.float32
     assert (found - exact).abs().max() < 0.1
     torch.testing.assert_close(output.log_ratio_B, torch.segment_reduce(found - exact, "sum", lengths=tokens.length_B))
+
+
+def varlen_attn(query, key, value, ends_of_queries, ends_of_keys, *longest, scale, window_size, enable_gqa):
+    """What the kernel of a GPU promises, one sequence at a time: causal, the last query sees the last key."""
+    assert longest == (max(ends_of_queries.diff()), max(ends_of_keys.diff()))
+    outs, limits = [], zip(*(ends.unfold(0, 2, 1).tolist() for ends in (ends_of_queries, ends_of_keys)), strict=True)
+    for (start, end), (first, last) in limits:
+        rows = (query[start:end], key[first:last], value[first:last])
+        distance = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        how = {"attn_mask": seen, "scale": scale, "enable_gqa": enable_gqa}
+        outs.append(F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in rows), **how)[0])
+    return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sequences_of_any_length_attend_as_the_row_does(monkeypatch, window):
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    spans = pack(*sequences()).spans
+    size = (1, 6, spans[-1][1], 8)
+    given = [torch.randn(1, heads, *size[2:], dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
+    row, _ = attention.attend(None, *given, None, sliding_window=window, spans=spans)
+    sequence = attention._attend_on_gpu(*(part[0] for part in given), spans, 8**-0.5, window)[None]
+    torch.testing.assert_close(sequence, row, rtol=0, atol=1e-12)
+    upward = torch.randn_like(row)
+    found, expected = (torch.autograd.grad(out, given, upward) for out in (sequence, row))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_flash_attention_is_taken_under_autocast_though_rotary_embeddings_leave_float32(policy, monkeypatch):
+    taken = []
+
+    def kernel(query, key, value, *more, **how):
+        taken.append({query.dtype, key.dtype, value.dtype})
+        return varlen_attn(query, key, value, *more, **how)
+
+    model, tokens = load_policy(str(policy)), pack(*sequences())
+    exact, _ = response_log_probs(model, tokens)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_has_flash", lambda query: True)
+    response_log_probs(model, tokens)
+    assert not taken  # in float32
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = response_log_probs(model, tokens)
+    assert taken == [{torch.bfloat16}] * model.config.num_hidden_layers
+    assert (found - exact).abs().max() < 0.1
 
 
 def test_score_keeps_the_order_and_equals_the_training_forward(policy):

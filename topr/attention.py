@@ -61,11 +61,24 @@ def attend(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if spans is None:
         return _attend_as_always(module, query, key, value, attention_mask, scaling, softcap, kwargs)
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and softcap is None and query.shape[-1] <= 256 and torch.__version__ >= "2.13":
-        return _attend_on_gpu(query[0], key[0], value[0], spans, scaling, sliding_window)[None], None
+    dtype = autocast_dtype(query)  # rotary embeddings leave float32
+    if dtype in (torch.bfloat16, torch.float16) and softcap is None and _has_flash(query):
+        halves = (tensor[0].to(dtype) for tensor in (query, key, value))
+        return _attend_on_gpu(*halves, spans, scaling, sliding_window)[None], None
     out_HLD = SpanAttention.apply(query[0], key[0], value[0], spans, scaling, sliding_window, softcap)
     return out_HLD.transpose(0, 1)[None], None
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The type in which products of this tensor are computed."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def _has_flash(query: Tensor) -> bool:
+    """Whether flash attention over spans takes queries of this device and width."""
+    known = query.is_cuda and torch.__version__ >= "2.13" and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return known and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
 def _attend_as_always(module, query, key, value, mask, scaling, softcap, kwargs) -> tuple[Tensor, None]:
