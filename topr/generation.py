@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from topr.attention import autocast_dtype
+
 Ids = list[int]
 
 
@@ -106,8 +108,8 @@ class Rows:
         index_R, index_P = (torch.tensor(index, device=self.device) for index in (rows, numbers))
         columns = slice(self.cursor - self.width, self.cursor)
         for layer, prompt in zip(self.cache.layers, self.prompts.layers, strict=True):
-            layer.keys[index_R, :, columns] = prompt.keys[index_P]
-            layer.values[index_R, :, columns] = prompt.values[index_P]
+            layer.keys[index_R, :, columns] = prompt.keys[index_P].to(layer.keys.dtype)
+            layer.values[index_R, :, columns] = prompt.values[index_P].to(layer.values.dtype)
         for row, number, ids in zip(rows, numbers, responses, strict=True):
             self.start[row], self.responses[row] = self.cursor - self.lengths[number], ids
 
@@ -158,13 +160,15 @@ class Rows:
 
 
 class Layer(DynamicLayer):
-    """Buffers of one decoder layer for as many rows, empty, with heads and types of `like`."""
+    """Buffers of one decoder layer for as many rows, empty, with the heads of `like`."""
 
     def __init__(self, rows: Rows, like: DynamicLayer, count: int):
         super().__init__()
         self.rows, self.is_initialized = rows, True
-        self.keys = like.keys.new_empty(count, like.keys.shape[1], 0, like.keys.shape[3])
-        self.values = like.values.new_empty(count, like.values.shape[1], 0, like.values.shape[3])
+        # what attention computes in; a prompt's keys come out of rotary embeddings in float32
+        dtype = autocast_dtype(like.keys)
+        self.keys = like.keys.new_empty(count, like.keys.shape[1], 0, like.keys.shape[3], dtype=dtype)
+        self.values = like.values.new_empty(count, like.values.shape[1], 0, like.values.shape[3], dtype=dtype)
 
     def update(self, keys_RH1D: Tensor, values_RH1D: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor
