@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 import yaml
 from conftest import ROOT, make_policy, make_trajectories, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn import Linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import train
-from topr import losses
+from topr import losses, module, monitor
 from topr.policy import load_policy
 from topr.policy_files import policy_fingerprint
 from topr.tasks import Arithmetic
@@ -116,6 +119,49 @@ def test_fit_writes_policy_summary_and_events(run, setting):
     for tag in scalars - {"epoch"}:
         name = tag.replace("_interval", "").replace("@4", "@k").removesuffix("_low").removesuffix("_high")
         assert f"`{name}`" in glossary, tag
+
+
+def test_sampling_and_utilisation_are_in_the_precision_of_training(run, setting, monkeypatch):
+    seen = []
+
+    def watch(where, name):
+        def watched(*given):
+            seen.append((name, torch.is_autocast_enabled("cpu")))
+            return function(*given)
+
+        function = getattr(where, name)
+        monkeypatch.setattr(where, name, watched)
+
+    watch(monitor, "_peak_flops")
+    watch(module, "sample_and_grade")
+    code, out, err = run(train.main, "fit", *setting[1], "--trainer.precision=bf16-mixed")
+    assert code == 0, err
+    assert set(seen) == {("_peak_flops", True), ("sample_and_grade", True)}
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast to bfloat16, by size."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten._to_copy.default and (keywords or {}).get("dtype") == torch.bfloat16:
+            self.count[tuple(arguments[0].shape)] += 1
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("command", ["predict", "validate"])
+def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, command):
+    policy, arguments = setting
+    with Casts() as casts:
+        code, out, err = run(train.main, command, *arguments, "--trainer.precision=bf16-mixed", "--data.out=out")
+    assert code == 0, err
+    shapes = Counter(
+        tuple(part.weight.shape) for part in load_policy(str(policy)).modules() if isinstance(part, Linear)
+    )
+    assert {shape: casts.count[shape] for shape in shapes} == dict(shapes)
 
 
 def test_a_trial_run_writes_nothing(run, setting):

@@ -4,6 +4,8 @@ Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +69,7 @@ class PolicyModule(LightningModule):
         super().__init__()
         self.policy_path, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
         self.sampler = sampler or LocalSampler()
-        self.evaluator = LocalSampler() if isinstance(self.sampler, ServerSampler) else self.sampler
+        self.evaluator = LocalSampler(rows=64) if isinstance(self.sampler, ServerSampler) else self.sampler
         self.lora, self.activation_checkpointing = lora, activation_checkpointing
         self.reshard_after_forward = reshard_after_forward
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
@@ -159,7 +161,8 @@ class PolicyModule(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_train_start(self) -> None:
-        self.monitor = Monitor(self, self.clock)
+        with self.trainer.precision_plugin.forward_context():  # what utilisation is a share of depends on it
+            self.monitor = Monitor(self, self.clock)
         data = self.trainer.datamodule
         if self.global_step == 0 and data.val is not None and self.trainer.limit_val_batches:
             self._write_figures(self._figures("val", self._sample(data.share("val"), data.val_samples)))
@@ -202,12 +205,23 @@ class PolicyModule(LightningModule):
 
     def _sample(self, problems: list[Problem], n: int) -> list[Trajectory]:
         """n graded responses to each problem; every rank passes its own and gets all."""
-        with gathered(self.policy):
+        with self._sampling():
             local = self._responses(problems, n, self.global_step)
         parts = gather((local, self.interrupted))
         if any(interrupted for _, interrupted in parts):
             raise Preempted
         return [trajectory for part, _ in parts for trajectory in part]
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Whole weights, in the precision of training, which not all of Lightning's hooks have.
+
+        With bf16-mixed each weight is cast once: Lightning's own autocast would cast it again for every token.
+        """
+        bfloat16 = self.trainer.precision == "bf16-mixed"
+        autocast = torch.autocast(self.device.type, torch.bfloat16, bfloat16, cache_enabled=True)
+        with torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
+            yield
 
     def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:
         """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
@@ -220,7 +234,8 @@ class PolicyModule(LightningModule):
     def _expect_sampling(self, problems: list[Problem], n: int) -> None:
         """Say what runs, should memory run out."""
         self.doing = f"sampling {n} responses to each of {len(problems)} problems"
-        self.remedy = f"model.sampler.init_args.rows, now {getattr(self.evaluator, 'rows', None)}"
+        where = "model.sampler.init_args.rows" if self.evaluator is self.sampler else "rows of a LocalSampler"
+        self.remedy = f"{where}, now {getattr(self.evaluator, 'rows', None)}"
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
         self._log_figures("val", self._sample(batch, self.trainer.datamodule.val_samples))
@@ -278,7 +293,7 @@ class PolicyModule(LightningModule):
     def predict_step(self, batch: tuple[Path, list[Problem]], batch_idx: int) -> int:
         """Sample, grade and score a batch of problems, and write them as one file of data.out."""
         data, (path, problems) = self.trainer.datamodule, batch
-        with gathered(self.policy):  # on every rank, also on those that have nothing left to do
+        with self._sampling():  # on every rank, also on those that have nothing left to do
             if not problems:
                 return 0
             self._expect_sampling(problems, data.samples)

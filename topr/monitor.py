@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from topr.io import DivergedError, InputError
 from topr.loaders import MicroBatch
-from topr.losses import LossOutput, silent_groups, sum_tokens
+from topr.losses import LossOutput, positives, silent_groups, sum_tokens
 from topr.metrics import training_statistics
 from topr.packing import Tokens
 from topr.policy_files import policy_fingerprint
@@ -73,12 +73,14 @@ class Monitor:
         if step == 0:
             self._check_start(rows)
             self.untrained = last.detach().clone()
-        elif self.untrained is not None and step == 1 and self._still(rows, last):
+        elif self.untrained is not None and self._still(rows, last):
             warnings.warn(
                 "the policy has not moved: its ratios pi/mu or its weights are the same after the first update; the "
                 "learning rate is 0 or the update vanishes in the precision of the weights",
                 stacklevel=1,
             )
+        if step:
+            self.untrained = None
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
         of_group = self.module.loss.grouping == "group"
@@ -93,7 +95,8 @@ class Monitor:
             logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
         self.module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
-            for sign, chosen in (("positives", rows["advantage"] >= 0), ("negatives", rows["advantage"] < 0)):
+            positive = positives(rows["advantage"], of_group)
+            for sign, chosen in (("positives", positive), ("negatives", rows["advantage"] < 0)):
                 if chosen.any():
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
 
