@@ -27,15 +27,16 @@ SHORT = ["--trainer.max_steps=3"]
 STOPPED, RESUMED = [*LONG, "--trainer.max_steps=10"], [*LONG, "--ckpt_path=last"]
 ADAFACTOR = [*LONG, "--model.optimizer=topr.optim.Adafactor", "--model.optimizer.init_args.lr=3e-4"]
 SGD = ["--trainer.max_steps=1", "--model.optimizer=torch.optim.SGD", "--model.optimizer.init_args.lr=0.5"]
+TEST = [f"--data.test={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}", "--data.samples=1"]
 SAVE = [
     "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
     "--trainer.callbacks.init_args.every_n_train_steps=1",
 ]
 RUNS = {
     "adamw": LONG,
-    "adafactor": [*ADAFACTOR, f"--data.test={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}", "--data.samples=1"],
+    "adafactor": [*ADAFACTOR, *TEST],
     "lora": ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2", *SHORT],
-    "bf16": ["--trainer.precision=bf16-mixed", *SGD],
+    "bf16": ["--trainer.precision=bf16-mixed", *TEST, *SGD],
     "tied": SHORT,
     "renamed": SHORT,  # weights under names without the model's prefix, which transformers reads, too
 }
@@ -136,6 +137,19 @@ def test_bfloat16_shards_make_the_update_of_autocast(run, files, two):
         return ((moved(some) - moved(others)).norm() / moved(some).norm()).item()
 
     assert apart(alone, sharded) < 0.5 * apart(alone, exact)  # nearer than rounding moves either
+
+
+def test_bfloat16_shards_leave_norms_as_autocast_does(run, files):
+    policy = run.folder / "uneven"
+    shutil.copytree(files[1]["base"], policy)
+    weights_of = load_file(policy / "model.safetensors")
+    uneven = {name: value * 1.001 if "norm" in name else value for name, value in weights_of.items()}
+    save_file(uneven, policy / "model.safetensors", {"format": "pt"})
+    given = [*RUNS["bf16"], f"--model.policy={policy}"]
+    alone = one(run, files, "bf16", *given)
+    codes, told = on_ranks(1, run.folder, command(files, "sharded", *FSDP[1], *given))
+    assert codes == [[0]], told
+    close(alone, weights(run.folder, "sharded"))
 
 
 @pytest.mark.parametrize("saved", ["two", "one"])

@@ -80,7 +80,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, bfloat16: bool = False, reshard: b
         model: the policy.
         mesh: one dimension.
         bfloat16: gather the layers' weights in bfloat16, which autocast would make of them anyway: half the traffic
-            for the same update. Residual stream, root and reduced gradients stay in float32.
+            for the same update. Norms, which autocast leaves alone, the root, the residual stream and reduced gradients
+            stay in float32.
         reshard: drop a layer's gathered weights after its forward and gather them again for its backward: less memory,
             half as much traffic again.
     """
@@ -89,11 +90,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, bfloat16: bool = False, reshard: b
     )
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
+            norms = [part for part in module.modules() if _is_norm(part)]
+            if bfloat16 and norms:  # autocast leaves them in float32
+                fully_shard(norms, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(module, mesh=mesh, mp_policy=kept, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     model.reshard_layers = reshard
     for name in ("response_log_probs", "response_loss"):
         register_fsdp_forward_method(model, name)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(parameter.dim() == 1 for parameter in own)
 
 
 @contextmanager
