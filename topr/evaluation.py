@@ -227,10 +227,7 @@ def cell(value: dict | None, scale: int = 100, sign: str = "") -> str:
 
 def figure(path: Path, results: dict[str, dict[str, dict]]) -> None:
     """Bars with intervals as PNG: a panel for each share, a group for each benchmark, a colour for each policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     benchmarks = list(dict.fromkeys(name for named in results.values() for name in named))
     shares = [
@@ -239,9 +236,8 @@ def figure(path: Path, results: dict[str, dict[str, dict]]) -> None:
         if any(_is_metric(row.get(metric)) for named in results.values() for row in named.values())
         and metric != "length"
     ]
-    drawn, axes = pyplot.subplots(
-        1, len(shares), figsize=(2.2 + 1.9 * len(shares), 3.6), sharey=True, squeeze=False, layout="constrained"
-    )
+    drawn = Figure(figsize=(2.2 + 1.9 * len(shares), 3.6), layout="constrained")
+    axes = drawn.subplots(1, len(shares), sharey=True, squeeze=False)
     width = 0.8 / len(results)
     for axis, metric in zip(axes[0], shares, strict=True):
         for i, (policy, named) in enumerate(results.items()):
@@ -257,4 +253,3 @@ def figure(path: Path, results: dict[str, dict[str, dict]]) -> None:
     drawn.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     with atomic(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=150)
-    pyplot.close(drawn)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from torch import Tensor, from_numpy, tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -86,10 +85,10 @@ class _MicroBatches(Dataset):
         filler = not len(share)
         chosen = batch[shares[0][-self.unit :] if filler else share]
         table = self.rows[chosen.tolist()]
-        tokens = pack(_lists(table["prompt_ids"]), _lists(table["response_ids"]))
+        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy())
         return MicroBatch(
             tokens=tokens._replace(count=0) if filler else tokens,
-            ref_log_probs_N=from_numpy(np.concatenate(_lists(table["ref_logprobs"]))),
+            ref_log_probs_N=from_numpy(np.concatenate(table["ref_logprobs"].to_numpy())),
             reward_B=from_numpy(table["reward"].to_numpy().copy()),
             advantage_B=from_numpy(self.advantage[chosen]),
             real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
@@ -98,14 +97,8 @@ class _MicroBatches(Dataset):
         )
 
 
-def _lists(column: pa.Array | pa.ChunkedArray) -> list[np.ndarray]:
-    """One array a row of a column of lists."""
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    flat, length = column.flatten().to_numpy(), pc.list_value_length(column).to_numpy()
-    return np.split(flat, np.cumsum(length)[:-1])
-
-
 def numbered(column: pa.ChunkedArray) -> np.ndarray:
     """An integer for each row of a column of lists, equal for equal lists, the same on every rank."""
-    digests = [b"".join(blake2b(ids, digest_size=8).digest() for ids in _lists(chunk)) for chunk in column.chunks]
+    chunks = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)
+    digests = [b"".join(blake2b(ids, digest_size=8).digest() for ids in rows) for rows in chunks]
     return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]

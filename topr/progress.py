@@ -82,13 +82,10 @@ def _majority(rows: list[dict[str, Any]]) -> str:
 
 def figure(path: Path, rows: list[dict[str, Any]], name: str) -> None:
     """pass@1 and maj@k over the iterations, the share of invalid responses below, with intervals, as PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = {"figsize": (6.4, 5.2), "height_ratios": [3, 1]}
-    drawn, axes = pyplot.subplots(2, 1, sharex=True, layout="constrained", **size)
+    drawn = Figure(figsize=(6.4, 5.2), layout="constrained")
+    axes = drawn.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     curves = [(axes[0], "pass@1", "C0", -22), (axes[0], _majority(rows), "C1", 14), (axes[1], "invalid", "C3", 14)]
     for axis, metric, colour, above in curves:
         place = [row["iteration"] for row in rows if metric in row]
@@ -109,7 +106,6 @@ def figure(path: Path, rows: list[dict[str, Any]], name: str) -> None:
     axes[0].set_title(f"{name}\n" + TITLE.format(**rows[-1]).replace("bars and brackets", "bars"), fontsize=9)
     with atomic(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=150)
-    pyplot.close(drawn)
 
 
 def write_results(out: Path, rows: list[dict[str, Any]]) -> None:

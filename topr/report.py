@@ -77,7 +77,8 @@ def _columns(table: pa.Table) -> dict[str, np.ndarray]:
     log_mu = table["ref_logprobs"].combine_chunks().flatten().to_numpy().astype(np.float64)
     valid = table["valid"].cast(pa.int8()).fill_null(-1)
     hashed = {name: [hash(value) for value in table[name].to_pylist()] for name in ("prompt_id", "group")}
-    hashed["identity"] = [hash(pair) for pair in zip(*map(_bytes, ids, lengths), strict=True)]
+    pairs = zip(*(column.to_numpy(zero_copy_only=False) for column in ids), strict=True)
+    hashed["identity"] = [hash((prompt.tobytes(), response.tobytes())) for prompt, response in pairs]
     return {
         "prompt_tokens": lengths[0],
         "response_tokens": lengths[1],
@@ -87,12 +88,6 @@ def _columns(table: pa.Table) -> dict[str, np.ndarray]:
         "valid": valid.to_numpy(),
         **{name: np.array(values, np.int64) for name, values in hashed.items()},
     }
-
-
-def _bytes(column: pa.ListArray, length: np.ndarray) -> list[bytes]:
-    """The ids of each row as bytes."""
-    content, ends = column.flatten().to_numpy().tobytes(), (4 * np.cumsum(length)).tolist()
-    return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _origin(files: list[str], metadata: list[dict]) -> list[str]:
