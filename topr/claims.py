@@ -53,8 +53,7 @@ def claim_1(study: Study) -> dict[str, Any]:
 
 def other_peak(curves: list[list[float]], i: int) -> int:
     """Where the other seeds' mean curve peaks: one's own peak would be a peak of its noise, too."""
-    others = curves[:i] + curves[i + 1 :] or curves
-    return int(np.mean(others, axis=0).argmax())
+    return int(np.mean(curves[:i] + curves[i + 1 :], axis=0).argmax())
 
 
 def claim_2(study: Study) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def by_difficulty(study: Study, one: list[dict], other: list[dict]) -> dict[str,
 
 def claim_7(study: Study) -> dict[str, Any]:
     """Several iterations keep improving; Anna Karenina sampling beats uniform."""
-    how = {"prompts": study.prompts, "budget": 8, "pool": study.pool}
+    how = {"prompts": study.prompts, "budget": 8, "pool": study.pool, "samples": min(8, study.samples)}
     karenina = "Anna Karenina"
 
     def job(name: str, rate: float, seed: int, **more: Any) -> Job:
@@ -174,10 +173,10 @@ def claim_7(study: Study) -> dict[str, Any]:
 
     grid = study.scores([(name, rate) for name in ("uniform", karenina) for rate in study.rates], halfway, 1)
     ways = {name: best(scores) for name, scores in grid.items()} | {f"uniform, {karenina}'s rate": best(grid[karenina])}
-    jobs = [
-        job(name, rate, seed, count=4, split="test", samples=8) for name, rate in ways.items() for seed in study.seeds
-    ]
-    found, n = study.run(jobs), len(study.seeds)
+    found = study.run(
+        job(name, rate, seed, count=4, split="test") for name, rate in ways.items() for seed in study.seeds
+    )
+    n = len(study.seeds)
     chains = {name: found[i * n : (i + 1) * n] for i, name in enumerate(ways)}
 
     def at(name: str, i: int) -> list[dict]:
@@ -216,7 +215,7 @@ def claim_7(study: Study) -> dict[str, Any]:
                 if name != karenina
             }
         ),
-        "settings": study.settings(grid, grid_seeds=1, grid_iterations=2, **how | {"samples": 8})
+        "settings": study.settings(grid, grid_seeds=1, grid_iterations=2, **how)
         | {"updates": {name: [sum(chain["updates"]) for chain in chain_of] for name, chain_of in chains.items()}},
     }
 

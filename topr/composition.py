@@ -59,7 +59,7 @@ def claim_5(study: Study) -> dict[str, Any]:
 def to_first_order(study: Study, found: dict[str, list[dict]]) -> dict[str, Any]:
     """What the gradients at the base policies explain of claim 5, and what they do not."""
     at_base = study.run(
-        study.job(experiments.gradients, f"gradients, seed {seed}", seed, count=1000) for seed in study.seeds
+        study.job(experiments.gradients, f"gradients, seed {seed}", seed, count=study.gradients) for seed in study.seeds
     )
     before = study.mean(study.begin(min(8, study.samples)), "pass@1")
     told: dict[str, Any] = {

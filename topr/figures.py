@@ -4,16 +4,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from topr.experiments import BINS
 from topr.io import atomic
 from topr.study import METHODS, Study, over_seeds
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
 
 COLOURS = dict(zip(METHODS, ["C0", "C2", "C3", "C1", "C8", "C4"], strict=True))
 COLOURS |= {"REINFORCE, two epochs": "C3", "REINFORCE, TOPR's rate": "C5"}
@@ -31,7 +28,8 @@ TITLES = {
 
 def draw(number: int, study: Study, claim: dict[str, Any], path: Path) -> None:
     """Draw the figure of a claim as PNG."""
-    drawn, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    drawn = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = drawn.subplots(1, 2)
     DRAW[number](study, claim, *axes)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -39,7 +37,6 @@ def draw(number: int, study: Study, claim: dict[str, Any], path: Path) -> None:
     drawn.suptitle(f"{TITLES[number]} ({verdict} here; {len(study.seeds)} seeds, 95% intervals)", fontsize=11)
     with atomic(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=120)
-    pyplot.close(drawn)
 
 
 def _curve(axis: Axes, results: list[dict], metric: str, label: str, epochs: int = 1) -> None:
@@ -50,15 +47,15 @@ def _curve(axis: Axes, results: list[dict], metric: str, label: str, epochs: int
         steps, values = zip(*((point["step"], point[metric]) for point in result["curve"]), strict=True)
         last = max(result["steps"], steps[-1])  # a run that diverged has a longer curve than updates
         columns.append(np.interp(at, epochs * np.array(steps) / last, 100 * np.array(values)))
-    _band(axis, at, np.array(columns), label, 100)
+    _band(axis, at, np.array(columns), label)
 
 
-def _band(axis: Axes, at: np.ndarray, values: np.ndarray, label: str, most: float) -> None:
-    """Mean and interval over the rows of values, cut to what is possible."""
+def _band(axis: Axes, at: np.ndarray, values: np.ndarray, label: str) -> None:
+    """Mean and interval over the rows of values, in per cent, cut to what is possible."""
     rows = [over_seeds(list(column)) for column in values.T]
     axis.plot(at, [row["mean"] for row in rows], label=label, color=COLOURS[label])
     low, high = zip(*(row["interval"] for row in rows), strict=True)
-    axis.fill_between(at, np.maximum(low, 0), np.minimum(high, most), alpha=0.15, color=COLOURS[label])
+    axis.fill_between(at, np.maximum(low, 0), np.minimum(high, 100), alpha=0.15, color=COLOURS[label])
     axis.set_xlabel("epochs")
 
 
@@ -66,7 +63,7 @@ def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: lis
     """Means in per cent with their intervals, horizontal so that the names can be read."""
     place = np.arange(len(rows))[::-1]
     mean = np.array([100 * row["mean"] for row in rows.values()])
-    ends = np.array([[100 * end for end in row["interval"] or [row["mean"]] * 2] for row in rows.values()]).T
+    ends = 100 * np.array([row["interval"] for row in rows.values()]).T
     axis.barh(place, mean, xerr=np.abs(ends - mean), capsize=2, color=colours or "C0", height=0.7)
     axis.set_yticks(place, list(rows))
     axis.axvline(0, color="black", linewidth=0.8)
@@ -80,9 +77,8 @@ def _points(axis: Axes, place: Iterable[float], rows: list[dict[str, Any]], colo
     axis.errorbar(place, mean, np.abs(ends - mean), capsize=2, marker="o", color=colour, label=label)
 
 
-def _of(claim: dict[str, Any], metric: str, names: list[str] | None = None) -> dict[str, dict]:
-    measured = claim["measured"]
-    return {name: measured[name][metric] for name in names or measured if metric in measured[name]}
+def _of(claim: dict[str, Any], metric: str) -> dict[str, dict]:
+    return {name: row[metric] for name, row in claim["measured"].items() if metric in row}
 
 
 def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
@@ -103,7 +99,7 @@ def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
             # a batch may lack a sign
             parts = [np.array([np.mean(part) for part in np.array_split(column, len(at))]) for column in logged]
             lost.append(100 * (share * parts[0] + (1 - share) * parts[1]))
-        _band(left, at, np.array(lost), label, 100)
+        _band(left, at, np.array(lost), label)
         left.lines[-1].set_label(f"{label} ({what})")
     left.set_ylim(0, 100)
     left.set_ylabel("data without gradient, per cent")
@@ -179,7 +175,8 @@ def _six(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
 
 
 def _seven(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", "majority of 8")):
+    most = f"majority of {claim['settings']['samples']}"
+    for axis, metric, name in ((left, "pass@1", "pass@1"), (right, "maj", most)):
         drawn: list[list[dict]] = []
         for colour, way in (("C0", "uniform"), ("C9", "uniform, Anna Karenina's rate"), ("C1", "Anna Karenina")):
             rows = [claim["measured"][f"{way}, after iteration {i}"][metric] for i in range(5)]

@@ -20,8 +20,8 @@ from topr.laboratory import Laboratory
 from topr.regimes import REGIMES
 from topr.study import METRICS, Study, best
 
-QUICK = {"scale": {"samples": 5}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 1200}
-QUICK |= {"prompts": 100, "pool": 16, "verifier_steps": 100}
+QUICK = {"scale": {"samples": 4}, "rates": [1e-4, 1e-3], "grid_seeds": 1, "samples": 4, "points": 5, "total": 800}
+QUICK |= {"shares": [0.05, 0.15, 0.5, 0.9], "gradients": 300, "prompts": 100, "pool": 16, "verifier_steps": 100}
 
 
 def parse() -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a few minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
+        help="some minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
     )
     args = parser.parse_args()
     known = REGIMES[args.regime].claims
@@ -122,8 +122,6 @@ def markdown(found: dict[str, Any]) -> str:
 
 def rates(settings: dict[str, Any]) -> list[str]:
     """The learning rates that were chosen, and which of them a wider grid might have left."""
-    if "validation" not in settings:
-        return []
     chosen = [f"{name} {float(best(scores)):g}" for name, scores in settings["validation"].items()]
     edge = f"; at an end of the grid: {', '.join(settings['at_edge'])}" if settings["at_edge"] else ""
     return [f"Learning rates, chosen on {settings['grid_seeds']} of the seeds: {', '.join(chosen)}{edge}.", ""]
@@ -133,13 +131,12 @@ def cell(value: Any) -> str:
     """A summary in per cent, or a number as it stands."""
     if not isinstance(value, dict):
         return "" if value is None else f"{value:g}"
-    ends = value["interval"] and " [{:.1f}, {:.1f}]".format(*(100 * end for end in value["interval"]))
-    return f"{100 * value['mean']:.1f}{ends or ''}"
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in (value["mean"], *value["interval"])))
 
 
 def number(row: dict[str, Any]) -> str:
     """A summary in its own units."""
-    return f"{row['mean']:.2f}" + (" [{:.2f}, {:.2f}]".format(*row["interval"]) if row["interval"] else "")
+    return "{:.2f} [{:.2f}, {:.2f}]".format(row["mean"], *row["interval"])
 
 
 def headline(claim: dict[str, Any]) -> str:

@@ -27,21 +27,21 @@ ANSWERS = {True: "yes", False: "no", None: "undecided"}
 
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
-    """Mean, 95% t-interval and the values themselves, one a seed."""
+    """Mean, 95% t-interval and the values themselves, one a seed, of two at least."""
     n, mean = len(values), float(np.mean(values))
-    df = max(n - 1, 1)
+    df = n - 1
     quantile = STUDENT[df - 1] if df <= len(STUDENT) else 1.96 + 2.372 / df + 2.82 / df**2  # Cornish and Fisher's
-    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n)
     return {
         "mean": round(mean, 5),
-        "interval": [round(mean - half, 5), round(mean + half, 5)] if n > 1 else None,
+        "interval": [round(mean - half, 5), round(mean + half, 5)],
         "values": [round(value, 5) for value in values],
     }
 
 
 def below(summary: dict[str, Any], bound: float = 0.0) -> bool | None:
-    """Whether the interval lies below a bound; None where it holds the bound, or there is none."""
-    low, high = summary["interval"] or (-math.inf, math.inf)
+    """Whether the interval lies below a bound; None where it holds the bound."""
+    low, high = summary["interval"]
     return True if high < bound else False if low > bound else None
 
 
@@ -89,6 +89,7 @@ class Study:
     samples: int = 16  # responses to each test problem
     points: int = 10  # validations of a curve
     total: int = 3200  # trajectories of a given composition
+    gradients: int = 1000  # responses of each sign, of which claim 5 takes gradients one by one
     prompts: int = 300  # of an iteration
     verifier_steps: int = 400  # of the supervised training that makes a verifier of a base policy
     pool: int = 32  # responses to each, from which Anna Karenina takes 8
@@ -183,11 +184,10 @@ class Study:
         pairs = {metric: (self.mean(one, metric), self.mean(other, metric)) for metric in METRICS}
         return {metric: over_seeds([a - b for a, b in zip(*pair, strict=True)]) for metric, pair in pairs.items()}
 
-    def settings(self, grid: dict[str, dict[float, float]] | None = None, **more: Any) -> dict[str, Any]:
-        """What a claim was measured with; of a grid also which methods would perhaps want a rate beyond it."""
+    def settings(self, grid: dict[str, dict[float, float]], **more: Any) -> dict[str, Any]:
+        """What a claim was measured with, and which methods would perhaps want a rate beyond the grid."""
         fixed = {"optimizer": REGIMES[self.regime].optimizer.__name__, "batch_size": BATCH, "gradient_clip": CLIP}
         given = {"regime": self.regime} | fixed | {"seeds": self.seeds, "samples": self.samples, "data": self.scale}
-        if grid is not None:
-            edges = [name for name, scores in grid.items() if best(scores) in (min(self.rates), max(self.rates))]
-            given |= {"rates": self.rates, "grid_seeds": self.grid_seeds, "validation": grid, "at_edge": edges}
+        edges = [name for name, scores in grid.items() if best(scores) in (min(self.rates), max(self.rates))]
+        given |= {"rates": self.rates, "grid_seeds": self.grid_seeds, "validation": grid, "at_edge": edges}
         return given | more
