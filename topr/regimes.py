@@ -95,7 +95,7 @@ REGIMES = {
     # a strong base, high entropy, small movement
     "strong": _STRONG,
     # what the optimiser decides
-    "strong_adamw": _STRONG._replace(**_ADAMW, claims=[1, 4, 5, 6], study=_STRONG.study | {"small_rate": 2e-5}),
+    "strong_adamw": _STRONG._replace(**_ADAMW, claims=[5, 6], study=_STRONG.study | {"small_rate": 2e-5}),
     # what entropy decides: the same problems and mistakes, without the wording
     "plain": _STRONG._replace(
         task=configured(ROOT / "configs/arithmetic_strong.yaml", {"filler": None}), claims=[5, 6], bases="plain"
