@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="minutes on a laptop: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
+        help="some minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates",
     )
     args = parser.parse_args()
     known = REGIMES[args.regime].claims
