@@ -219,8 +219,9 @@ def test_two_devices_evaluate_as_one_does(run, policy, problems, monkeypatch):
     one, two = run.folder / "one", run.folder / "two"
     assert (one / "results.json").read_text() == (two / "results.json").read_text()
     assert "weighted@2" in (two / "results.json").read_text()
-    for some, others in zip(*(sorted((path / "responses").iterdir()) for path in (one, two)), strict=True):
-        assert rows(some) == rows(others) and len(list(others.iterdir())) > 1
+    folders = (sorted((path / "responses").iterdir()) for path in (one, two))
+    for some, others, files in zip(*folders, (2, 4), strict=True):  # of 50 problems, of 100 responses to judge
+        assert rows(some) == rows(others) and len(list(others.iterdir())) == files
     assert done.stdout.count("wrote results.json") == 1
 
 

@@ -29,6 +29,8 @@ def test_intervals_over_seeds_are_students():
     half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
     assert found["mean"] == 3 and found["values"] == [1, 2, 3, 4, 5]
     assert found["interval"] == pytest.approx([3 - half, 3 + half], abs=1e-4)
+    assert over_seeds([0.5])["interval"] is None
+    assert below(over_seeds([0.5]), 1) is None and above(over_seeds([0.5]), 0) is None
     # coverage: of 95% intervals of normal samples, 95% hold the mean
     rng = np.random.default_rng(0)
     for n in (2, 3, 5, 8):
@@ -225,7 +227,7 @@ def test_a_peak_of_noise_is_no_rise():
     curves = [list(0.3 + 0.02 * rng.normal(size=11)) for _ in range(400)]
     rises = [curve[other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
     assert abs(np.mean(rises)) < 0.004 < np.mean([max(curve) - curve[0] for curve in curves])
-    assert other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2
+    assert other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and other_peak([[0, 1, 0]], 0) == 1
 
 
 def test_results_of_other_settings_are_refused(tmp_path):

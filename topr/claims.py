@@ -53,7 +53,8 @@ def claim_1(study: Study) -> dict[str, Any]:
 
 def other_peak(curves: list[list[float]], i: int) -> int:
     """Where the other seeds' mean curve peaks: one's own peak would be a peak of its noise, too."""
-    return int(np.mean(curves[:i] + curves[i + 1 :], axis=0).argmax())
+    others = curves[:i] + curves[i + 1 :] or curves
+    return int(np.mean(others, axis=0).argmax())
 
 
 def claim_2(study: Study) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _bars(axis: Axes, rows: dict[str, dict[str, Any]], ylabel: str, colours: lis
     """Means in per cent with their intervals, horizontal so that the names can be read."""
     place = np.arange(len(rows))[::-1]
     mean = np.array([100 * row["mean"] for row in rows.values()])
-    ends = 100 * np.array([row["interval"] for row in rows.values()]).T
+    ends = np.array([[100 * end for end in row["interval"] or [row["mean"]] * 2] for row in rows.values()]).T
     axis.barh(place, mean, xerr=np.abs(ends - mean), capsize=2, color=colours or "C0", height=0.7)
     axis.set_yticks(place, list(rows))
     axis.axvline(0, color="black", linewidth=0.8)

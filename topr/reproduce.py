@@ -131,12 +131,13 @@ def cell(value: Any) -> str:
     """A summary in per cent, or a number as it stands."""
     if not isinstance(value, dict):
         return "" if value is None else f"{value:g}"
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in (value["mean"], *value["interval"])))
+    ends = value["interval"] and " [{:.1f}, {:.1f}]".format(*(100 * end for end in value["interval"]))
+    return f"{100 * value['mean']:.1f}{ends or ''}"
 
 
 def number(row: dict[str, Any]) -> str:
     """A summary in its own units."""
-    return "{:.2f} [{:.2f}, {:.2f}]".format(row["mean"], *row["interval"])
+    return f"{row['mean']:.2f}" + (" [{:.2f}, {:.2f}]".format(*row["interval"]) if row["interval"] else "")
 
 
 def headline(claim: dict[str, Any]) -> str:

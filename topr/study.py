@@ -27,21 +27,21 @@ ANSWERS = {True: "yes", False: "no", None: "undecided"}
 
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
-    """Mean, 95% t-interval and the values themselves, one a seed, of two at least."""
+    """Mean, 95% t-interval and the values themselves, one a seed."""
     n, mean = len(values), float(np.mean(values))
-    df = n - 1
+    df = max(n - 1, 1)
     quantile = STUDENT[df - 1] if df <= len(STUDENT) else 1.96 + 2.372 / df + 2.82 / df**2  # Cornish and Fisher's
-    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n)
+    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return {
         "mean": round(mean, 5),
-        "interval": [round(mean - half, 5), round(mean + half, 5)],
+        "interval": [round(mean - half, 5), round(mean + half, 5)] if n > 1 else None,
         "values": [round(value, 5) for value in values],
     }
 
 
 def below(summary: dict[str, Any], bound: float = 0.0) -> bool | None:
-    """Whether the interval lies below a bound; None where it holds the bound."""
-    low, high = summary["interval"]
+    """Whether the interval lies below a bound; None where it holds the bound, or there is none."""
+    low, high = summary["interval"] or (-math.inf, math.inf)
     return True if high < bound else False if low > bound else None
 
 
