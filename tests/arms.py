@@ -99,7 +99,9 @@ def ours(args: argparse.Namespace) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         logger=TensorBoardLogger(args.folder / "runs"), callbacks=[Epochs()],
     ).fit(
-        PolicyModule(str(args.folder / "policy"), Arithmetic(), TOPR(), optimizer, threads=1),
+        PolicyModule(
+            str(args.folder / "policy"), Arithmetic(), TOPR(), optimizer, compile=args.arm == "compiled", threads=1
+        ),
         trajectories(args, "train.parquet"),
     )  # fmt: skip
 
@@ -174,7 +176,7 @@ def load(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arms = {"ours": ours, "sampler": sample, "generate": sample, "load": load}
+    arms = {"ours": ours, "compiled": ours, "sampler": sample, "generate": sample, "load": load}
     parser.add_argument("arm", choices=arms)
     parser.add_argument("folder", type=Path, help="made by benchmark.py")
     parser.add_argument("--batch-size", type=int, default=64, help="trajectories of an update; rows of a sampler")

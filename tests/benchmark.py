@@ -191,7 +191,9 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
             count, batch_size, row = (8, 8, 1024) if args.quick else sizes
             about = make_trajectories(folder, model, data, count)
             how = [folder, "--batch-size", batch_size, "--epochs", args.rounds + 1]
-            commands = {"ours": [sys.executable, HERE / "arms.py", "ours", *how, "--microbatch-tokens", row]}
+            arms = ["ours", "compiled"] if args.compile else ["ours"]
+            more = ["--microbatch-tokens", row]
+            commands = {arm: [sys.executable, HERE / "arms.py", arm, *how, *more] for arm in arms}
             for peer in filter(None, args.peers.split(",")):
                 name, _, per_device = peer.partition("@")
                 command = [args.python, HERE / "peers.py", name, *how]
@@ -240,6 +242,7 @@ def main() -> None:
         "name@8: 8 trajectories a forward, TRL's default, not the fastest; kto+ref, dpo+ref: reference scored before"
     )
     parser.add_argument("--peers", default="kto,kto@8,dpo,dpo@8,grpo,sft", help=peers)
+    parser.add_argument("--compile", action="store_true", help="and ours with model.compile")
     parser.add_argument("--python", default=sys.executable, help="that of the environment that holds the peers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=32, help="responses that are sampled side by side")

@@ -202,7 +202,7 @@ def test_sequences_of_any_length_attend_as_the_row_does(monkeypatch, window):
     spans = pack(*sequences()).spans
     size = (1, 6, spans[-1][1], 8)
     given = [torch.randn(1, heads, *size[2:], dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
-    row, _ = attention.attend(None, *given, None, sliding_window=window, spans=spans)
+    row, _ = attention.attend(None, *given, None, sliding_window=window, spans=attention.Spans(spans))
     sequence = attention._attend_on_gpu(*(part[0] for part in given), spans, 8**-0.5, window)[None]
     torch.testing.assert_close(sequence, row, rtol=0, atol=1e-12)
     upward = torch.randn_like(row)

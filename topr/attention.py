@@ -20,6 +20,17 @@ HIDDEN = -1e30  # of a score: its weight is 0, and a pad that sees nothing has w
 NAME = "topr_spans"  # in transformers' registry of attention functions
 
 
+class Spans:
+    """Spans of a row, nothing of which `torch.compile` can see: it would compile a layer anew for each number of them.
+
+    Args:
+        each: the spans.
+    """
+
+    def __init__(self, each: tuple[Span, ...]):
+        self.each = each
+
+
 def register(function: Callable) -> None:
     """Let transformers' models find an attention function under `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -38,7 +49,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    spans: tuple[Span, ...] | None = None,
+    spans: Spans | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers' `AttentionInterface`.
@@ -64,8 +75,8 @@ def attend(
     dtype = autocast_dtype(query)  # rotary embeddings leave float32
     if dtype in (torch.bfloat16, torch.float16) and softcap is None and _has_flash(query):
         halves = (tensor[0].to(dtype) for tensor in (query, key, value))
-        return _attend_on_gpu(*halves, spans, scaling, sliding_window)[None], None
-    out_HLD = SpanAttention.apply(query[0], key[0], value[0], spans, scaling, sliding_window, softcap)
+        return _attend_on_gpu(*halves, spans.each, scaling, sliding_window)[None], None
+    out_HLD = SpanAttention.apply(query[0], key[0], value[0], spans.each, scaling, sliding_window, softcap)
     return out_HLD.transpose(0, 1)[None], None
 
 

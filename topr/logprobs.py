@@ -13,7 +13,7 @@ from torch import Tensor, from_numpy, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from topr.attention import NAME
+from topr.attention import NAME, Spans
 from topr.losses import Loss, LossOutput
 from topr.packing import Tokens, pack, partition
 
@@ -69,7 +69,7 @@ def _hidden(model: nn.Module, tokens: Tokens) -> Tensor:
             tokens.input_ids_L[None],
             attention_mask=nothing,
             position_ids=tokens.position_ids_L[None],
-            spans=tokens.spans,
+            spans=Spans(tokens.spans),
             use_cache=False,
         ).last_hidden_state
         return hidden_1LD[0].index_select(0, tokens.position_N)

@@ -5,7 +5,7 @@ Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from topr.lora import LoRA, merge
 from topr.losses import Loss
 from topr.monitor import Monitor
 from topr.packing import Tokens
-from topr.policy import export_policy, load_policy
+from topr.policy import compile_layers, export_policy, load_policy
 from topr.ranks import gather
 from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.sharding import full_state_dict, gathered, load_sharded
@@ -51,6 +51,7 @@ class PolicyModule(LightningModule):
             third more time. `selective` keeps what matrix products gave and computes the cheap rest again.
         reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after its forward and gather
             them again for its backward: less memory, half as much traffic again.
+        compile: the parts of decoder layers by `torch.compile`, for training: half a minute at first, then less time.
         threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
     """
 
@@ -64,6 +65,7 @@ class PolicyModule(LightningModule):
         lora: LoRA | None = None,
         activation_checkpointing: bool | Literal["selective"] = False,
         reshard_after_forward: bool = True,
+        compile: bool = False,
         threads: int | None = None,
     ):
         super().__init__()
@@ -71,7 +73,7 @@ class PolicyModule(LightningModule):
         self.sampler = sampler or LocalSampler()
         self.evaluator = LocalSampler(rows=64) if isinstance(self.sampler, ServerSampler) else self.sampler
         self.lora, self.activation_checkpointing = lora, activation_checkpointing
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.compiled = reshard_after_forward, compile
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         check_counts("model.", most=1024, threads=threads)
         if threads is not None:
@@ -103,9 +105,11 @@ class PolicyModule(LightningModule):
             torch.set_float32_matmul_precision("high")
 
     def _prepare(self, policy: torch.nn.Module) -> None:
-        """What is asked for beyond the files: adapters, activation checkpointing."""
+        """What is asked for beyond the files: adapters, compiled layers, activation checkpointing."""
         if self.lora is not None:
             self.lora.add_to(policy)
+        if self.compiled:
+            compile_layers(policy, self.device.type)
         if self.activation_checkpointing:
             enable = getattr(policy, "activation_checkpointing_enable", None)  # its later name
             how: dict[str, Any] = {"use_reentrant": False}
@@ -220,7 +224,10 @@ class PolicyModule(LightningModule):
         """
         bfloat16 = self.trainer.precision == "bf16-mixed"
         autocast = torch.autocast(self.device.type, torch.bfloat16, bfloat16, cache_enabled=True)
-        with torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
+        eager = (
+            torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        )  # lengths grow by the token
+        with eager, torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
             yield
 
     def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:

@@ -81,6 +81,27 @@ def equip(model: nn.Module) -> None:
         setattr(model, forward.__name__, MethodType(forward, model))
 
 
+def compile_layers(model: nn.Module, device: str) -> None:
+    """Compile the norms, MLPs and attention of a model's decoder layers, in place, but for attention over spans.
+
+    Raises:
+        InputError: there is no compiler.
+    """
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))
+    except Exception as error:  # whatever its absence makes the library raise
+        told = f"model.compile needs a C++ compiler (on a GPU Triton as well): {first_line(error)}"
+        raise InputError(f"{told}; install one, or leave it false") from error
+    register(torch.compiler.disable(attend))
+    # forwards of parts: a module's hooks (FSDP2) and a layer's checkpointing cannot be compiled
+    for part in (part for layer in decoder_layers(model) for part in layer.children()):
+        part.forward = torch.compile(part.forward, dynamic=True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+
+
 def _config(policy: str):
     """A model's configuration with dropout off.
 

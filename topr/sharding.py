@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from topr.io import InputError, first_line
-from topr.policy import check_forward, check_weights, empty_policy, load_policy
+from topr.policy import check_forward, check_weights, decoder_layers, empty_policy, load_policy
 from topr.policy_files import resolve_policy, stored_tensors
 from topr.ranks import refuse
 
@@ -88,12 +88,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, bfloat16: bool = False, reshard: b
     kept = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            norms = [part for part in module.modules() if _is_norm(part)]
-            if bfloat16 and norms:  # autocast leaves them in float32
-                fully_shard(norms, mesh=mesh, reshard_after_forward=reshard)
-            fully_shard(module, mesh=mesh, mp_policy=kept, reshard_after_forward=reshard)
+    for layer in decoder_layers(model):
+        norms = [part for part in layer.modules() if _is_norm(part)]
+        if bfloat16 and norms:  # autocast leaves them in float32
+            fully_shard(norms, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(layer, mesh=mesh, mp_policy=kept, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     model.reshard_layers = reshard
     for name in ("response_log_probs", "response_loss"):
