@@ -292,7 +292,7 @@ def verifier(
     teach(task, model.train(), tokenizer, seed, steps)
     setting, base = REGIMES[regime]._replace(task=judge), folder / "base"
     export_policy(model.eval(), tokenizer, base)
-    how = 4, judge.sampling, derived_seed(seed, 13)
+    how = 2, judge.sampling, derived_seed(seed, 13)
     rows = sample_and_grade(LocalSampler(), model, tokenizer, judge, judge.problems(place / "train.parquet"), *how)
     add_log_probs(model, rows, 16384)
     about = provenance(str(base), tokenizer, "32-true", task=judge.name, sampling=None, iteration=0)
