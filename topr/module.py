@@ -52,6 +52,7 @@ class PolicyModule(LightningModule):
         reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after its forward and gather
             them again for its backward: less memory, half as much traffic again.
         compile: the parts of decoder layers by `torch.compile`, for training: half a minute at first, then less time.
+            `selective` checkpointing computes their matrix products again, too.
         threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
     """
 
@@ -100,16 +101,15 @@ class PolicyModule(LightningModule):
             mesh, bfloat16 = self.device_mesh["data_parallel"], self.trainer.precision == "bf16-mixed"
             self.policy = load_sharded(self.policy_path, self._prepare, mesh, bfloat16, self.reshard_after_forward)
         self.policy.train()
-        if self.device.type == "cuda" and self.trainer.precision == "bf16-mixed":
+        # the module itself is not on its device yet
+        if self.trainer.strategy.root_device.type == "cuda" and self.trainer.precision == "bf16-mixed":
             # the head's float32 products in TF32, 8 times as precise as bfloat16 and several times as fast as float32
             torch.set_float32_matmul_precision("high")
 
     def _prepare(self, policy: torch.nn.Module) -> None:
-        """What is asked for beyond the files: adapters, compiled layers, activation checkpointing."""
+        """What is asked for beyond the files: adapters, activation checkpointing."""
         if self.lora is not None:
             self.lora.add_to(policy)
-        if self.compiled:
-            compile_layers(policy, self.device.type)
         if self.activation_checkpointing:
             enable = getattr(policy, "activation_checkpointing_enable", None)  # its later name
             how: dict[str, Any] = {"use_reentrant": False}
@@ -165,6 +165,8 @@ class PolicyModule(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_train_start(self) -> None:
+        if self.compiled:
+            compile_layers(self.policy, self.device.type)
         with self.trainer.precision_plugin.forward_context():  # what utilisation is a share of depends on it
             self.monitor = Monitor(self, self.clock)
         data = self.trainer.datamodule
@@ -224,9 +226,8 @@ class PolicyModule(LightningModule):
         """
         bfloat16 = self.trainer.precision == "bf16-mixed"
         autocast = torch.autocast(self.device.type, torch.bfloat16, bfloat16, cache_enabled=True)
-        eager = (
-            torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
-        )  # lengths grow by the token
+        # lengths grow by the token
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager, torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
             yield
 

@@ -84,9 +84,13 @@ def equip(model: nn.Module) -> None:
 def compile_layers(model: nn.Module, device: str) -> None:
     """Compile the norms, MLPs and attention of a model's decoder layers, in place, but for attention over spans.
 
+    To be called last, as `check_forward` registers attention that the compiler would look into.
+
     Raises:
-        InputError: there is no compiler.
+        InputError: there is no compiler, or the model's class does not name its layers.
     """
+    if not (layers := decoder_layers(model)):
+        raise InputError(f"model.compile finds no decoder layers in a {type(model).__name__}; leave it false")
     try:
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except Exception as error:  # whatever its absence makes the library raise
@@ -94,7 +98,7 @@ def compile_layers(model: nn.Module, device: str) -> None:
         raise InputError(f"{told}; install one, or leave it false") from error
     register(torch.compiler.disable(attend))
     # forwards of parts: a module's hooks (FSDP2) and a layer's checkpointing cannot be compiled
-    for part in (part for layer in decoder_layers(model) for part in layer.children()):
+    for part in (part for layer in layers for part in layer.children()):
         part.forward = torch.compile(part.forward, dynamic=True)
 
 

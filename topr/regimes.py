@@ -91,7 +91,7 @@ REGIMES = {
         claims=[1, 2, 3, 4, 5, 6, 7, 8],
         shipped=ROOT / "data/arithmetic",
         bases="standard",
-        study={"points": 8, "gradients": 600, "prompts": 240, "pool": 24},  # for the sake of time
+        study={"points": 8, "gradients": 600, "prompts": 240, "pool": 24},  # less than usual, for the sake of time
     ),
     # a strong base, high entropy, small movement
     "strong": _STRONG,
