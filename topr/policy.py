@@ -103,7 +103,9 @@ def compile_layers(model: nn.Module, device: str) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    """The layers, of which `fully_shard` changes the class."""
+    named = model._no_split_modules
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in named]
 
 
 def _config(policy: str):
