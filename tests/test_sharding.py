@@ -38,6 +38,7 @@ RUNS = {
     "lora": ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2", *SHORT],
     "bf16": ["--trainer.precision=bf16-mixed", *TEST, *SGD],
     "tied": SHORT,
+    "compiled": [*SHORT, "--model.compile=true"],  # by a compiler that does nothing, see `two`
     "renamed": SHORT,  # weights under names without the model's prefix, which transformers reads, too
 }
 
@@ -81,7 +82,9 @@ def two(files):
         command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"),
         command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--ckpt_path=last"),
     ]
-    codes, told = on_ranks(2, folder, *commands)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")  # test_compile.py has a real one
+        codes, told = on_ranks(2, folder, *commands)
     assert codes == [[0, 0]] * len(commands), told
     return folder, told
 
@@ -114,6 +117,10 @@ def test_two_ranks_equal_one_process(run, files, two, name):
         told, others = ([event.value for event in found.Scalars(tag)] for found in events)
         assert len(told) == (3 if RUNS[name][-1] == SHORT[-1] else 21)
         np.testing.assert_allclose(others, told, rtol=1e-3, atol=1e-6)
+
+
+def test_layers_are_found_to_compile_once_they_are_sharded(run, files, two):
+    close(one(run, files, "compiled", *SHORT), weights(two[0], "compiled"))
 
 
 def test_a_sharded_run_resumes_with_its_adapters(two):

@@ -35,14 +35,8 @@ SEEDS = 1000  # iterations that a seed has seeds for: the last of them is that o
 OWN = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
 # of the configuration, what may change when an interrupted command is given again: where it runs, not what it computes
 FREE = ("model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward")
-FREE += (
-    "model.compile",
-    "data.microbatch_tokens",
-    "data.num_workers",
-    "trainer.enable_progress_bar",
-    "trainer.accelerator",
-)
-FREE += ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
+FREE += ("data.microbatch_tokens", "data.num_workers", "trainer.enable_progress_bar", "trainer.accelerator")
+FREE += ("trainer.devices", "trainer.num_nodes", "trainer.strategy", "model.compile")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:

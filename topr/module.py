@@ -5,7 +5,7 @@ Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -166,7 +166,7 @@ class PolicyModule(LightningModule):
 
     def on_train_start(self) -> None:
         if self.compiled:
-            compile_layers(self.policy, self.device.type)
+            compile_layers(self.policy)
         with self.trainer.precision_plugin.forward_context():  # what utilisation is a share of depends on it
             self.monitor = Monitor(self, self.clock)
         data = self.trainer.datamodule
@@ -226,8 +226,7 @@ class PolicyModule(LightningModule):
         """
         bfloat16 = self.trainer.precision == "bf16-mixed"
         autocast = torch.autocast(self.device.type, torch.bfloat16, bfloat16, cache_enabled=True)
-        # lengths grow by the token
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        eager = torch.compiler.set_stance("force_eager")  # where layers are compiled: lengths grow by the token
         with eager, torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
             yield
 

@@ -81,7 +81,7 @@ def equip(model: nn.Module) -> None:
         setattr(model, forward.__name__, MethodType(forward, model))
 
 
-def compile_layers(model: nn.Module, device: str) -> None:
+def compile_layers(model: nn.Module) -> None:
     """Compile the norms, MLPs and attention of a model's decoder layers, in place, but for attention over spans.
 
     To be called last, as `check_forward` registers attention that the compiler would look into.
@@ -92,14 +92,15 @@ def compile_layers(model: nn.Module, device: str) -> None:
     if not (layers := decoder_layers(model)):
         raise InputError(f"model.compile finds no decoder layers in a {type(model).__name__}; leave it false")
     try:
-        torch.compile(torch.neg)(torch.ones(2, device=device))
+        torch.compile(torch.neg)(torch.ones(2, device=model.device))
     except Exception as error:  # whatever its absence makes the library raise
         told = f"model.compile needs a C++ compiler (on a GPU Triton as well): {first_line(error)}"
         raise InputError(f"{told}; install one, or leave it false") from error
     register(torch.compiler.disable(attend))
     # forwards of parts: a module's hooks (FSDP2) and a layer's checkpointing cannot be compiled
-    for part in (part for layer in layers for part in layer.children()):
-        part.forward = torch.compile(part.forward, dynamic=True)
+    for layer in layers:
+        for part in layer.children():
+            part.forward = torch.compile(part.forward, dynamic=True)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
