@@ -429,5 +429,6 @@ def test_the_command_itself_obeys_sigterm_and_goes_on(tmp_path, whole):
             time.sleep(0.01)
         command.send_signal(signal.SIGTERM)
     assert command.wait(60) == 143 and begun.exists(), driver.log.read_text()[-3000:]
+    assert "deprecated" not in driver.log.read_text()
     assert driver.run(*arguments()) == 0, driver.log.read_text()[-3000:]
     assert results(driver) == results(whole)

@@ -126,7 +126,7 @@ class Iterations:
         args, samples = self.args, self.data["samples"]
         parser = jsonargparse.ArgumentParser()
         parser.add_argument("task", type=Task)
-        task = parser.instantiate_classes(parser.parse_object({"task": config["model"]["task"]})).task
+        task = parser.instantiate(parser.parse_object({"task": config["model"]["task"]})).task
         for name in ("test", "problems"):
             if not self.data[name]:
                 raise InputError(f"data.{name} is not set; topr.iterate needs data.test and data.problems")
