@@ -123,7 +123,8 @@ def import_file(
             if not response_ids and not row.get("finished", True):
                 raise InputError(f"{where}: the response is empty; drop the entry")
             trajectories.append(_trajectory(text, ids, response, response_ids, reward, row, form))
-    model = load_policy(policy).to("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # not by way of the host's memory
+        model = load_policy(policy)
     ends = end_tokens(model, tokenizer)
     for trajectory in trajectories:
         _end(trajectory, tokenizer, ends)
