@@ -152,11 +152,13 @@ class Casts(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+@pytest.mark.parametrize("more", [[], ["--model.lora.rank=3"]])
 @pytest.mark.parametrize("command", ["predict", "validate"])
-def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, command):
+def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, command, more):
     policy, arguments = setting
+    arguments = [*arguments, "--trainer.precision=bf16-mixed", "--data.out=out", *more]
     with Casts() as casts:
-        code, out, err = run(train.main, command, *arguments, "--trainer.precision=bf16-mixed", "--data.out=out")
+        code, out, err = run(train.main, command, *arguments)
     assert code == 0, err
     shapes = Counter(
         tuple(part.weight.shape) for part in load_policy(str(policy)).modules() if isinstance(part, Linear)

@@ -228,7 +228,14 @@ class PolicyModule(LightningModule):
         autocast = torch.autocast(self.device.type, torch.bfloat16, bfloat16, cache_enabled=True)
         eager = torch.compiler.set_stance("force_eager")  # where layers are compiled: lengths grow by the token
         with eager, torch.inference_mode(False), torch.no_grad(), gathered(self.policy), autocast:
-            yield
+            frozen = [parameter for parameter in self.policy.parameters() if not parameter.requires_grad]
+            for parameter in frozen:  # under adapters; autocast keeps copies of weights that can have gradients alone
+                parameter.requires_grad_(True)
+            try:
+                yield
+            finally:
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
 
     def _responses(self, problems: list[Problem], n: int, moment: int) -> list[Trajectory]:
         """n graded responses to each of this rank's problems; `moment` and rank vary the run's seed."""
