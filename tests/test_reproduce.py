@@ -121,6 +121,15 @@ def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
     assert found["steps"] < 8 and [point["step"] for point in found["curve"]] == [0, 4, 8]
     assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
     assert np.mean(found["result"]["invalid"]) == 1
+    how |= {
+        "share": [0.3, 300],
+        "epochs": 2,
+        "samples": 1,
+    }  # five updates an epoch: the last validation is at the ninth
+    for rate in (1e-6, 1e30):
+        curve = experiments.train(lab, tmp_path, **how | {"rate": rate})["curve"]
+        assert [point["step"] for point in curve] == [0, 2, 4, 7, 9, 10]
+        assert all(point["pass@1"] > 0.1 for point in curve) == (rate < 1)
     chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}
     found = experiments.iterations(lab, tmp_path, **chain, split="val", samples=2)
     assert len(found["results"]) == 3 and len(found["shares"]) == 2 and np.mean(found["result"]["invalid"]) == 1
@@ -251,7 +260,9 @@ def test_figures_bear_batches_without_a_sign_and_runs_that_diverged(tmp_path):
         return {"curve": curve, "logged": logged, "ratios": ratios, "steps": updates}
 
     runs = [run(10, 40), run(11, 37, diverged=True)]
-    study = SimpleNamespace(seeds=[1, 2], bases=[{"positive_share": 0.3}] * 2, ends=dict.fromkeys(COLOURS, runs))
+    grid = dict.fromkeys(METHODS, {1e-4: 0.5, 1e-3: 0.4})
+    bases = [{"positive_share": 0.3}] * 2
+    study = SimpleNamespace(seeds=[1, 2], bases=bases, ends=dict.fromkeys(COLOURS, runs), grid=grid)
     row = {metric: over_seeds([0.1, 0.2]) for metric in ("pass@1", "maj", "invalid")}
     claim = {"holds": "in part", "measured": {"before training": row} | dict.fromkeys(METHODS, row)}
     for number in (1, 2, 3):

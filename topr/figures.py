@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from topr.experiments import BINS
 from topr.io import atomic
-from topr.study import METHODS, Study, over_seeds
+from topr.study import METHODS, Study, best, over_seeds
 
 COLOURS = dict(zip(METHODS, ["C0", "C2", "C3", "C1", "C8", "C4"], strict=True))
 COLOURS |= {"REINFORCE, two epochs": "C3", "REINFORCE, TOPR's rate": "C5"}
@@ -82,11 +82,14 @@ def _of(claim: dict[str, Any], metric: str) -> dict[str, dict]:
 
 
 def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
-    for label, epochs in (("TOPR", 1), ("REINFORCE, two epochs", 2), ("REINFORCE, TOPR's rate", 1)):
+    own, rate = (best(study.grid[name]) for name in ("REINFORCE", "TOPR"))
+    runs = {"TOPR": (1, rate), "REINFORCE, two epochs": (2, own), "REINFORCE, TOPR's rate": (1, rate)}
+    for label, (epochs, rate) in runs.items():
         _curve(left, study.ends[label], "pass@1", label, epochs)
+        left.lines[-1].set_label(f"{label} ({rate:g})")
         _curve(right, study.ends[label], "invalid", label, epochs)
     left.set_ylabel("validation pass@1, per cent")
-    right.set_ylabel("invalid responses, per cent")
+    right.set_ylabel("invalid validation responses, per cent")
     left.legend(fontsize=8, edgecolor="none")
 
 

@@ -26,6 +26,8 @@ def length_ratio(found: dict[str, Any]) -> float:
 def gain(found: dict[str, Any], p: float, share: float) -> float:
     """What a small step of plain gradient ascent gains, in units that do not depend on p and the effective share.
 
+    The gain's own gradient is taken with the 1/T, too, though accuracy knows none: alike where the cosine is near -1.
+
     Args:
         found: by `experiments.gradients`.
         p: share of positives of the data.
