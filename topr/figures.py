@@ -90,7 +90,7 @@ def _one(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
         _curve(right, study.ends[label], "invalid", label, epochs)
     left.set_ylabel("validation pass@1, per cent")
     right.set_ylabel("invalid validation responses, per cent")
-    left.legend(fontsize=8, edgecolor="none")
+    left.legend(fontsize=7, edgecolor="none", framealpha=0.6)
 
 
 def _two(study: Study, claim: dict[str, Any], left: Axes, right: Axes) -> None:
