@@ -23,7 +23,7 @@ from topr.io import (
     first_line,
     is_out_of_memory,
 )
-from topr.policy import load_policy
+from topr.policy import load_policy, own_device
 from topr.ranks import end_with_parent, gather, rank
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
@@ -100,7 +100,7 @@ def loaded(policy: str):
     if policy not in LOADED:
         LOADED.clear()
         gc.collect()  # the model refers to itself; it goes before the next one takes memory
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # not by way of the host's memory
+        with own_device():
             LOADED[policy] = load_policy(policy)
     return LOADED[policy]
 

@@ -10,7 +10,7 @@ import torch
 
 from topr.io import InputError
 from topr.losses import LARGEST
-from topr.policy import end_tokens, load_policy
+from topr.policy import end_tokens, load_policy, own_device
 from topr.policy_files import vocabulary_and_context
 from topr.rows import load_rows
 from topr.tokenizer import encode, encode_prompt, load_tokenizer, provenance
@@ -123,7 +123,7 @@ def import_file(
             if not response_ids and not row.get("finished", True):
                 raise InputError(f"{where}: the response is empty; drop the entry")
             trajectories.append(_trajectory(text, ids, response, response_ids, reward, row, form))
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # not by way of the host's memory
+    with own_device():
         model = load_policy(policy)
     ends = end_tokens(model, tokenizer)
     for trajectory in trajectories:

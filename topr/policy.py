@@ -53,6 +53,11 @@ def load_policy(policy: str) -> nn.Module:
     return model
 
 
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU; a policy loaded `with` it goes there, not by way of the host's memory."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def empty_policy(policy: str) -> nn.Module:
     """A policy's model without its weights: parameters on the meta device, float32, buffers as they shall be.
 
