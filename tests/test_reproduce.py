@@ -121,13 +121,10 @@ def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
     assert found["steps"] < 8 and [point["step"] for point in found["curve"]] == [0, 4, 8]
     assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
     assert np.mean(found["result"]["invalid"]) == 1
-    how |= {
-        "share": [0.3, 300],
-        "epochs": 2,
-        "samples": 1,
-    }  # five updates an epoch: the last validation is at the ninth
+    how |= {"share": [0.3, 300], "epochs": 2, "samples": 1}
     for rate in (1e-6, 1e30):
         curve = experiments.train(lab, tmp_path, **how | {"rate": rate})["curve"]
+        # five updates an epoch: the last of the evenly spaced validations is after the ninth
         assert [point["step"] for point in curve] == [0, 2, 4, 7, 9, 10]
         assert all(point["pass@1"] > 0.1 for point in curve) == (rate < 1)
     chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}

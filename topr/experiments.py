@@ -52,15 +52,6 @@ class Records(Logger):
         self.rows.append((step, metrics))
 
 
-def validations(records: Records) -> list[dict[str, float]]:
-    """Validation metrics by the number of updates."""
-    return [
-        {"step": step} | {name.removeprefix("val/"): row[name] for name in row if name.startswith("val/")}
-        for step, row in records.rows
-        if "val/pass@1" in row
-    ]
-
-
 def fit(
     folder: Path, regime: Regime, policy: Path, data: Path, loss: losses.Loss, rate: float, seed: int, **more: Any
 ) -> tuple[PolicyModule, dict[str, Any]]:
@@ -81,18 +72,21 @@ def fit(
     diverged = False
     try:
         trainer.fit(module, trajectories)
+        if points and module.figures[0] < module.global_step:  # the last validation was some updates before the end
+            trainer.validate(module, trajectories, verbose=False)
     except DivergedError:
         diverged = True
-    curve = validations(records)
+    curve = [
+        {"step": step} | {name.removeprefix("val/"): row[name] for name in row if name.startswith("val/")}
+        for step, row in records.rows
+        if "val/pass@1" in row
+    ]
     if points and diverged:
         updates = len(trajectories.plan(0))
         apart = max(1, updates // points)
         planned = {i * updates + step for i in range(epochs) for step in range(apart, updates + 1, apart)}
         planned = sorted(planned | {0, epochs * updates})
         curve += [{"step": step, "pass@1": 0.0, "invalid": 1.0} for step in planned[len(curve) :]]
-    elif points and curve[-1]["step"] < module.global_step:  # the last validation was some updates before the end
-        trainer.validate(module, trajectories, verbose=False)
-        curve = validations(records)
     logged = {name: [row[name] for _, row in records.rows if name in row] for name in LOGGED}
     return module, {"curve": curve, "logged": logged, "steps": module.global_step, "diverged": diverged}
 
