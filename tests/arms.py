@@ -58,9 +58,18 @@ def lengths(rng: np.random.Generator, mean: float, count: int, most: int) -> np.
 def trajectories(args: argparse.Namespace, files: str):
     """The project's data module; batches keep the four responses to a prompt together, as those of the peers do."""
     from topr.datamodule import TrajectoryDataModule
+    from topr.losses import TOPR
+    from topr.tasks import Arithmetic
 
-    sizes = {"batch_size": args.batch_size, "microbatch_tokens": args.microbatch_tokens}
-    return TrajectoryDataModule(train=str(args.folder / files), whole_groups=True, **sizes)
+    return TrajectoryDataModule(
+        str(args.folder / "policy"),
+        TOPR(),
+        Arithmetic(),
+        train=str(args.folder / files),
+        whole_groups=True,
+        batch_size=args.batch_size,
+        microbatch_tokens=args.microbatch_tokens,
+    )
 
 
 def ours(args: argparse.Namespace) -> None:
@@ -72,13 +81,12 @@ def ours(args: argparse.Namespace) -> None:
     import torch
     import torch.utils.tensorboard
     import transformers.models.llama.modeling_llama  # noqa: F401
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
 
     from topr.losses import TOPR
     from topr.module import PolicyModule
     from topr.tasks import Arithmetic
-    from topr.trainer import Trainer
 
     rows = pq.read_table(args.folder / "train.parquet", columns=["prompt_ids", "response_ids"]).to_pylist()
     length = torch.tensor([len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows])
@@ -115,11 +123,11 @@ def sample(args: argparse.Namespace) -> None:
 
     from topr.policy import load_policy
     from topr.sampling import LocalSampler, Sampling
-    from topr.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)
     turns = Turns()
-    model, tokenizer = load_policy(str(args.folder / "policy")).eval(), load_tokenizer(str(args.folder / "policy"))
+    policy = load_policy(str(args.folder / "policy")).eval()
+    model, tokenizer = policy.model, policy.tokenizer
     model.generation_config.eos_token_id = list(range(ENDS))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(ENDS, 512, length).tolist() for length in lengths(rng, 100, args.batch_size, 200)]
@@ -134,7 +142,7 @@ def sample(args: argparse.Namespace) -> None:
 
     for turn in range(args.epochs):
         if args.arm == "sampler":
-            sampled = LocalSampler(rows=args.batch_size).sample(model, tokenizer, prompts, 4, Sampling(**how), turn)
+            sampled = LocalSampler(rows=args.batch_size).sample(policy, prompts, 4, Sampling(**how), turn)
             turns.tokens = sum(len(response.ids) for group in sampled for response in group)
         else:
             torch.manual_seed(turn)
@@ -147,8 +155,6 @@ def load(args: argparse.Namespace) -> None:
     """Check, map and plan trajectories, load the first micro-batches, and print CPU time and memory of no file."""
     from lightning.pytorch.trainer.states import TrainerFn
 
-    from topr.losses import TOPR
-
     took, start, clock = {}, resident("RssAnon"), time.process_time()
 
     def lap(name: str) -> None:
@@ -157,9 +163,7 @@ def load(args: argparse.Namespace) -> None:
 
     data = trajectories(args, "*.parquet")
     data.trainer = SimpleNamespace(
-        world_size=1, global_rank=0, current_epoch=0, max_epochs=2, max_steps=-1, accumulate_grad_batches=1,
-        state=SimpleNamespace(fn=TrainerFn.FITTING),
-        lightning_module=SimpleNamespace(policy_path=str(args.folder / "policy"), loss=TOPR()),
+        world_size=1, global_rank=0, local_rank=0, current_epoch=0, state=SimpleNamespace(fn=TrainerFn.FITTING)
     )  # fmt: skip
     data.prepare_data()
     lap("check_s")

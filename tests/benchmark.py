@@ -48,7 +48,7 @@ def make_policy(folder: Path, name: str) -> dict:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from topr.policy import export_policy
+    from topr.policy import Policy, export_policy
 
     shape = MODELS[name]
     words = Tokenizer(models.WordLevel({text([i]).strip(): i for i in range(shape["vocab_size"])}, unk_token="<pad>"))
@@ -57,15 +57,14 @@ def make_policy(folder: Path, name: str) -> dict:
     heads = {"num_attention_heads": shape["hidden_size"] // 64, "max_position_embeddings": 1024}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=0, pad_token_id=1))
-    export_policy(model, tokenizer, folder)
+    export_policy(Policy(model, tokenizer, str(folder)), folder)
     head, total = model.lm_head.weight.numel(), sum(p.numel() for p in model.parameters())
     return {"parameters": total, "head": head, "body": total - head * (1 + (not model.config.tie_word_embeddings))}
 
 
 def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict:
     """Policy and trajectories, four to a prompt and two of them positive; returns tokens and FLOPs of an epoch."""
-    from topr.policy import load_policy
-    from topr.tokenizer import load_tokenizer, provenance
+    from topr.policy import load_policy, provenance
     from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
     about, shape, rng = make_policy(folder / "policy", model), MODELS[model], np.random.default_rng(0)
@@ -78,7 +77,7 @@ def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict:
         given |= {"response": text(ids[:-1]), "response_ids": ids, "ref_logprobs": []}
         rows.append(Trajectory(**given, group=str(group), reward=1.0 if i % 4 < 2 else -1.0, finished=True))
     add_log_probs(load_policy(str(folder / "policy")), rows, 2048)
-    known = provenance(str(folder / "policy"), load_tokenizer(str(folder / "policy")), "32-true")
+    known = provenance(str(folder / "policy"), "32-true")
     write_trajectories(folder / "train.parquet", rows, known)
     tokens = np.repeat(prompt, 4) + response
     attention = shape["num_hidden_layers"] * shape["hidden_size"] * (tokens**2).sum()
@@ -91,7 +90,7 @@ def make_shards(folder: Path, count: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from topr.trajectories import METADATA_KEYS, SCHEMA, SCHEMA_VERSION
+    from topr.trajectories.file import METADATA_KEYS, SCHEMA, SCHEMA_VERSION
 
     known = json.dumps(dict.fromkeys(METADATA_KEYS) | {"schema": SCHEMA_VERSION})
     rng = np.random.default_rng(0)

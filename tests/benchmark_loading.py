@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from topr import sharding
+from topr.policy import sharding
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
 
@@ -32,7 +32,7 @@ def private_memory() -> int:
     raise OSError("/proc/self/status has no RssAnon")
 
 
-def measure(policy: str) -> None:
+def measure(name: str) -> None:
     """Load on this rank and print what it took."""
     mesh = init_device_mesh("cpu", (2,))
     torch.distributed.barrier()
@@ -53,11 +53,11 @@ def measure(policy: str) -> None:
         check(*arguments)
 
     sharding.check_forward = checked
-    model = sharding.load_sharded(policy, lambda model: None, mesh, bfloat16=False, reshard=True)
+    policy = sharding.load_sharded(name, lambda policy: None, mesh, bfloat16=False, reshard=True)
     done.set()
-    whole = sum(parameter.numel() for parameter in model.parameters()) * 4
-    shard = sum(parameter.to_local().numel() for parameter in model.parameters()) * 4
-    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4
+    whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
+    shard = sum(parameter.to_local().numel() for parameter in policy.parameters()) * 4
+    layer = sum(parameter.numel() for parameter in policy.layers[0].parameters()) * 4
     if mesh.get_rank() == 0:
         print(f"weights {whole / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, one layer {layer / 1e6:.0f} MB")
         for what, bytes_ in (("reading the files", read), ("and checking the head by a forward", peak)):

@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
-from topr.policy import export_policy, load_policy
-from topr.policy_files import policy_fingerprint
-from topr.tasks.imitation import SYMBOLS, make_tokenizer
-from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.callbacks import Monitor
+from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.policy.tokenizer import clear_caches
+from topr.tasks.arithmetic.imitation import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent
@@ -30,27 +31,42 @@ TWO_RANKS = {
 }
 
 
-def on_ranks(count: int, folder: Path, *commands: list, sigterm: int | None = None) -> tuple[list[list[int]], str]:
-    """Run commands of train.py in `count` processes, as torchrun does: exit codes of each by rank, what they told.
+def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[list[int], str]]:
+    """Run commands of train.py one after another in `count` processes, as torchrun starts them.
 
-    The first of them gets a SIGTERM at the update `sigterm`.
+    Args:
+        count: number of processes.
+        folder: where they run.
+        commands: the arguments of each command, or a dictionary of `arguments` and what `ranks.py` takes beside them.
+
+    Returns:
+        For each command the exit code of every rank, and what all ranks printed.
     """
-    todo = [{"folder": str(folder), "arguments": list(map(str, arguments)), "sigterm": None} for arguments in commands]
-    todo[0]["sigterm"] = sigterm
-    (folder / "commands.json").write_text(json.dumps(todo))
+    todo = [command if isinstance(command, dict) else {"arguments": command} for command in commands]
+    output = Path(tempfile.mkdtemp(dir=folder, prefix="output-"))
+    (output / "commands.json").write_text(json.dumps(todo, default=str))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run(
-        [*launch, ROOT / "tests" / "ranks.py", folder / "commands.json"],
+        [*launch, ROOT / "tests" / "ranks.py", output / "commands.json"],
         cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    codes = [[int((folder / f"code-{i}-{rank}").read_text()) for rank in range(count)] for i in range(len(commands))]
-    return codes, done.stdout + done.stderr
+    results = []
+    for i in range(len(commands)):
+        codes = [int((output / f"code-{i}-{rank}").read_text()) for rank in range(count)]
+        results.append((codes, "".join((output / f"output-{i}-{rank}").read_text() for rank in range(count))))
+    return results
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    """Tests change the files of policies and the working folder."""
+    clear_caches()
 
 
 def make_policy(folder: Path, seed: int = 0, scale: float = 0.1, **changes) -> Path:
@@ -69,7 +85,7 @@ def make_policy(folder: Path, seed: int = 0, scale: float = 0.1, **changes) -> P
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    export_policy(LlamaForCausalLM(LlamaConfig(**arguments | changes)), make_tokenizer(), folder)
+    export_policy(Policy(LlamaForCausalLM(LlamaConfig(**arguments | changes)), make_tokenizer(), str(folder)), folder)
     return folder
 
 
@@ -138,13 +154,24 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+def observe_microbatches(patch, observe) -> None:
+    """Call observe(trainer, module, batch) after the backward of every micro-batch, before it is monitored."""
+    original = Monitor.on_after_backward
+
+    def observed(self, trainer, module):
+        observe(trainer, module, module.step_output.batch)
+        original(self, trainer, module)
+
+    patch.setattr(Monitor, "on_after_backward", observed)
+
+
 def listing(folder: Path) -> dict[str, tuple]:
     """What lies under a folder, links not followed."""
     return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in folder.rglob("*")}
 
 
-def refused(run, words: str, *arguments, main=train.main) -> str:
-    """Run, and check that it ends as bad input should: exit code 2, one sentence, no trace; returns the sentence."""
+def rejected(run, words: str, *arguments, main=train.main) -> str:
+    """Run, and check that it ends as bad input should: exit code 2, one sentence, no files; returns the sentence."""
     before = listing(run.folder)
     code, out, err = run(main, *arguments)
     lines = [line for line in err.splitlines() if not line.startswith("INFO")]

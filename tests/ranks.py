@@ -1,7 +1,10 @@
-"""Commands of train.py, one behind the other, in processes that torchrun starts: they pay for the imports once.
+"""Commands of train.py, one after another in processes that torchrun started: the imports are paid for once.
 
-torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"folder": …, "arguments": […], "sigterm": null}:
-the update at which the first process gets a SIGTERM.
+torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"arguments": […]}. Optional keys:
+sigterm: rank 0 gets a SIGTERM at this update;
+largest_shard: bytes; a sharded checkpoint that writes more to one file finds the disk full.
+
+Beside FILE, `code-N-RANK` and `output-N-RANK` hold the exit code and the output of command N.
 """
 
 import json
@@ -17,41 +20,45 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train
-from topr.monitor import Monitor
+from topr.callbacks import Monitor
 
-collect = Monitor.collect
+on_after_backward, save = Monitor.on_after_backward, dcp.save
+
+
+def run(arguments: list, sigterm: int | None = None, largest_shard: int | None = None) -> int:
+    """The exit code of one command."""
+
+    def interrupted(self, trainer, module) -> None:
+        if trainer.global_step == sigterm and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+        on_after_backward(self, trainer, module)
+
+    def limited(*given, **more) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_shard, resource.RLIM_INFINITY))
+        try:
+            save(*given, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    Monitor.on_after_backward, dcp.save = interrupted, limited if largest_shard else save
+    sys.argv = ["train.py", *map(str, arguments)]
+    try:
+        train.main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
 
 
 def main() -> None:
-    sigterm = None
-
-    def interrupted(self, *arguments) -> None:
-        if self.module.global_step == sigterm and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGTERM)
-        collect(self, *arguments)
-
-    Monitor.collect = interrupted
-    if largest := os.environ.get("LARGEST_SHARD"):  # bytes; what writes more finds the disk full
-        save = dcp.save
-
-        def limited(*arguments, **more) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), resource.RLIM_INFINITY))
-            try:
-                save(*arguments, **more)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-        dcp.save = limited
-    for number, command in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        sigterm = command["sigterm"]
-        os.chdir(command["folder"])
-        sys.argv = ["train.py", *command["arguments"]]
-        code = 0
-        try:
-            train.main()
-        except SystemExit as end:
-            code = end.code or 0
-        Path(f"code-{number}-{os.environ['RANK']}").write_text(str(code))
+    file, rank = Path(sys.argv[1]), os.environ["RANK"]
+    for number, command in enumerate(json.loads(file.read_text())):
+        output = os.open(file.with_name(f"output-{number}-{rank}"), os.O_WRONLY | os.O_CREAT)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(output, descriptor)
+        code = run(**command)
+        sys.stdout.flush()
+        file.with_name(f"code-{number}-{rank}").write_text(str(code))
         torch.distributed.barrier()
     os._exit(0)
 

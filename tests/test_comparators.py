@@ -148,6 +148,21 @@ def test_value_and_gradient_equal_the_formula(loss, formula, distance):
         np.testing.assert_allclose(gradients[i], slope, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMULAS if name not in ("OPMD", "KTO")])
+def test_the_reported_weight_is_what_multiplies_the_advantage_in_the_gradient(name):
+    loss, _ = FORMULAS[name]
+    pi, mu, reward, group = batch()
+    advantage = loss.advantages(reward, group).astype(np.float64)
+    output, gradients = ours(loss, pi, mu, advantage)
+    for i in np.flatnonzero(advantage):
+        assert output.weight_B[i].item() == pytest.approx(-gradients[i].sum() / advantage[i], abs=1e-9)
+        if name.startswith(("PPO", "GRPO", "GSPO", "REC")):  # a truncated token, or sequence, has no gradient
+            assert output.truncated_B[i].item() == pytest.approx(np.mean(gradients[i] == 0))
+        if name.startswith("CISPO"):  # the weight of a truncated token is not its ratio
+            weight, ratio = -gradients[i] * len(pi[i]) / advantage[i], np.exp(pi[i] - mu[i])
+            assert output.truncated_B[i].item() == pytest.approx(np.mean(abs(weight - ratio) > 1e-9))
+
+
 @pytest.mark.parametrize("distance", [0.0, 1.5])
 def test_dpo_equals_its_formula_pair_by_pair(distance):
     pi, mu, *_ = batch(distance=distance)
@@ -197,10 +212,10 @@ def test_groups_of_equal_rewards_have_no_gradient_and_are_counted():
             loss.advantages(np.ones(4), np.array([0, 0, 1, 1]))
 
 
-def test_red_drop_balances_groups_by_chance():
+def test_red_drop_balances_groups_at_random():
     group = np.repeat(np.arange(200), 8)
     reward = np.where(np.tile(np.arange(8), 200) < np.repeat(np.arange(200) % 9, 8), 1.0, -1.0)
-    drawn = [REDDrop().advantages(reward, group, *how) for how in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    drawn = [REDDrop().advantages(reward, group, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).any() and (drawn[0] != drawn[3]).any()
     for g in range(200):
@@ -217,7 +232,7 @@ def test_red_drop_balances_groups_by_chance():
     assert np.abs(share - expected).max() < 0.18  # five standard deviations of 200 draws
 
 
-def test_on_policy_all_gradients_are_reinforces():
+def test_on_policy_every_gradient_is_that_of_reinforce():
     pi, mu, reward, group = batch(distance=0.0)
     plain = ours(REINFORCE(), pi, mu, reward)[1]
     for loss in (
@@ -293,21 +308,28 @@ def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("loss", "arguments", "words", "correction"),
     [
-        (lambda: PPO(clip_low=-0.1), "clip_low"),
-        (lambda: GRPO(clip_high=math.nan), "clip_high"),
-        (lambda: PPO(ratio="tokens"), "choose one of"),
-        (lambda: PPO(baseline=INF), "baseline"),
-        (lambda: RECRing(outer_low=-1), "outer_low"),
-        (lambda: DPO(beta=0), "beta"),
-        (lambda: KTO(beta=INF), "beta"),
-        (lambda: OPMD(tau=-1), "tau"),
-        (lambda: AsymRE(math.nan), "delta"),
-        (lambda: REDWeight(0), "temperature"),
-        (lambda: REDWeight(1e-3).advantages(np.array([1.0, -1.0]), np.zeros(2, dtype=int)), "overflows"),
+        (PPO, {"clip_low": -0.1}, "clip_low", {"clip_low": 0.1}),
+        (GRPO, {"clip_high": math.nan}, "clip_high", {"clip_high": INF}),
+        (PPO, {"ratio": "tokens"}, "one of sequence", {"ratio": "token"}),
+        (PPO, {"baseline": INF}, "baseline", {"baseline": 1}),
+        (RECRing, {"outer_low": -1}, "outer_low", {"outer_low": 1}),
+        (DPO, {"beta": 0}, "beta", {"beta": 0.1}),
+        (KTO, {"beta": INF}, "beta", {"beta": 0.1}),
+        (OPMD, {"tau": -1}, "tau", {"tau": 0}),
+        (AsymRE, {"delta": math.nan}, "delta", {"delta": 0}),
+        (REDWeight, {"temperature": 0}, "temperature", {"temperature": 1}),
     ],
 )
-def test_bad_arguments_are_refused(make, words):
+def test_bad_arguments_are_rejected_and_corrected_ones_are_not(loss, arguments, words, correction):
     with pytest.raises(InputError, match=words):
-        make()
+        loss(**arguments)
+    loss(**correction)
+
+
+def test_a_weight_that_overflows_is_rejected():
+    reward, group = np.array([1.0, -1.0]), np.zeros(2, dtype=int)
+    with pytest.raises(InputError, match="overflows"):
+        REDWeight(1e-3).advantages(reward, group)
+    assert np.isfinite(REDWeight(1.0).advantages(reward, group)).all()

@@ -1,18 +1,28 @@
 """Curation: which rows each way keeps, against brute force; files in and out."""
 
-import hashlib
 from collections import Counter, defaultdict
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, make_policy, make_trajectories, refused, write
+from conftest import ROOT, make_trajectories, rejected, write
 
-import train
-from topr.curation import Curation, anna_karenina, curate, figures, main, share, uniform
 from topr.io import InputError
-from topr.trajectories import SCHEMA, read_metadata, read_trajectories, write_tables
+from topr.trajectories import SCHEMA, read_metadata, read_trajectories
+from topr.trajectories.__main__ import main
+from topr.trajectories.curate import Curation, curate, figures
+
+
+def uniform(group, budget, seed):
+    return Curation("uniform", budget=budget, seed=seed).keep(np.zeros(len(group)), group)
+
+
+def anna_karenina(reward, group, budget):
+    return Curation("anna_karenina", budget=budget).keep(reward, group)
+
+
+def share(reward, positive_share, total, seed):
+    return Curation("share", share=positive_share, total=total, seed=seed).keep(reward, np.zeros(len(reward)))
 
 
 def cases(count=60):
@@ -81,7 +91,7 @@ def test_share_of_a_total_is_exact_to_the_trajectory():
     assert len(share(reward, 0.1, None, 0)) == 778 and len(share(reward, 0.5, None, 0)) == 600
     drawn = Counter(row for seed in range(1000) for row in share(reward, 0.3, 100, seed).tolist())
     assert max(abs(drawn[row] - 100) for row in range(1000)) < 6 * 9.5  # every row one time in ten
-    for wanted, total, words in ((0.5, 602, "301 of 300 positives"), (0.1, 800, "778 trajectories at most")):
+    for wanted, total, words in ((0.5, 602, "301 of 300 positives"), (0.1, 800, "720 of 700 negatives")):
         with pytest.raises(InputError, match=words):
             share(reward, wanted, total, 0)
     for scarce in (np.array([1.0, -1.0]), np.array([-1.0] * 9)):
@@ -114,7 +124,7 @@ def parts(tmp_path, policy):
     return files, [row for file in files for row in read_trajectories(file)]
 
 
-def test_what_is_kept_is_as_it_was(tmp_path, parts):
+def test_kept_rows_do_not_change(tmp_path, parts):
     files, rows = parts
     done = curate(files, tmp_path / "kept.parquet", Curation("anna_karenina", budget=2))
     reward, group = np.array([row.reward for row in rows]), np.array([row.group for row in rows])
@@ -129,7 +139,7 @@ def test_what_is_kept_is_as_it_was(tmp_path, parts):
     }  # fmt: skip
 
 
-def test_groups_of_an_iteration_are_its_own(tmp_path, parts):
+def test_the_iteration_is_put_before_every_group(tmp_path, parts):
     files, rows = parts
     curate(files, tmp_path / "kept.parquet", Curation("uniform", budget=100), iteration=3)
     assert [vars(row) for row in read_trajectories(tmp_path / "kept.parquet")] == [
@@ -160,94 +170,83 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
     rough = merged({}, {"precision": "bf16-mixed"})
     assert rough["policy"] is rough["precision"] is None
     assert merged({}, {"policy": "another"})["precision"] is None
-    # a file that does not tell its tokenizer is trained on with any, one that does only with that
+    # a file without a tokenizer is trained on with any
     assert merged({}, {"tokenizer": None})["tokenizer"] == merged({"tokenizer": None}, {})["tokenizer"] is not None
-    with pytest.raises(InputError, match="1.parquet and .*2.parquet were tokenised with different tokenizers"):
+    with pytest.raises(InputError, match="1.parquet and .*2.parquet have different tokenizers"):
         merged({}, {}, {"tokenizer": "another"})
 
 
-def test_memory_does_not_grow_with_the_number_of_responses(tmp_path):
-    ids, names = [[3] * 200] * 8192, [str(row // 8) for row in range(8192)]
-    lists = {"prompt_ids": ids, "response_ids": ids, "ref_logprobs": [[-0.5] * 200] * 8192}
-    texts = dict.fromkeys(("prompt_id", "group", "prompt", "response"), names)
-    others = {"reward": [1.0, -1.0] * 4096, "finished": [True] * 8192}
-    table = pa.table({**{name: [None] * 8192 for name in SCHEMA.names}, **texts, **lists, **others}).cast(SCHEMA)
-    peaks = []
-    for count in (2, 12):
-        write_tables(tmp_path / "a.parquet", [table] * count, {})
-        pool = pa.proxy_memory_pool(pa.system_memory_pool())
-        before = pa.default_memory_pool()
-        pa.set_memory_pool(pool)
-        try:
-            done = curate([str(tmp_path / "a.parquet")], tmp_path / "b.parquet", Curation("share", share=0.3))
-        finally:
-            pa.set_memory_pool(before)
-        assert done["before"]["trajectories"] == 8192 * count and pool.bytes_allocated() < 2**20
-        peaks.append(pool.max_memory())
-    assert peaks[1] < 1.2 * peaks[0], peaks
+def test_selections_of_the_shipped_data_stay_the_same():
+    """Row numbers of the first release: a curated file is reproduced by its arguments."""
+    table = pq.read_table(ROOT / "data" / "arithmetic" / "train.parquet", columns=["reward", "group"])
+    reward, group = table["reward"].to_numpy(), table["group"].to_numpy()
+    for curation, count, first, checksum in EXPECTED:
+        kept = curation.keep(reward, group)
+        assert (len(kept), kept[:5].tolist(), int((kept * np.arange(1, len(kept) + 1)).sum())) == (
+            count,
+            first,
+            checksum,
+        )
 
 
-def test_small_batches_share_a_row_group(tmp_path, policy):
-    table = pa.Table.from_pylist([vars(row) for row in make_trajectories(policy, 40)], SCHEMA)
-    write_tables(tmp_path / "a.parquet", [table] * 250, {})
-    groups = pq.read_metadata(tmp_path / "a.parquet")
-    assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [4120, 4120, 1760]
+EXPECTED = [
+    (Curation("uniform", budget=5), 2500, [4, 7, 12, 14, 15], 16670337980),
+    (Curation("uniform", budget=3, seed=7), 1500, [9, 12, 15, 16, 17], 6002631687),
+    (Curation("anna_karenina", budget=8), 3973, [0, 1, 2, 3, 4], 42082087866),
+    (Curation("share", share=0.1), 6346, [0, 1, 3, 4, 6], 108053082719),
+    (Curation("share", share=0.37, total=1000, seed=11), 1000, [3, 15, 30, 35, 37], 2648144939),
+]
 
 
-def test_the_command_tells_what_it_kept_and_training_takes_it(run, policy, parts):
-    code, out, err = run(main, "anna_karenina", *parts[0], "--budget", 3, "--out", "kept.parquet", "--iteration", 1)
+def test_the_command_prints_what_it_kept(run, parts):
+    code, out, err = run(
+        main, "curate", "anna_karenina", *parts[0], "--budget", 3, "--out", "k.parquet", "--iteration", 1
+    )
     assert (code, err) == (0, "")
-    done = read_metadata("kept.parquet")["sampling"]["curation"]
-    told = {" ".join(line.split()[:-2]): line.split()[-2:] for line in out.splitlines()[1:-1]}
-    names = {"trajectories": "trajectories", "share of positives": "positive_share", "groups": "groups"}
-    for name, key in (names | {"with both signs": "both_signs"}).items():
-        form = "{:.1%}" if key == "positive_share" else "{}"
-        assert told[name] == [form.format(done[when][key]) for when in ("before", "after")]
-    assert told["least/median/most"][0] == "4/4/4" and out.endswith("wrote kept.parquet\n")
-    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--model.policy={policy}", "--data.val=null"]
-    quiet = ["--data.test=null", "--trainer.enable_progress_bar=false"]
-    code, _, err = run(train.main, "fit", *arguments, "--data.train=kept.parquet", *quiet)
-    assert code == 0, err
+    done = read_metadata("k.parquet")["sampling"]["curation"]
+    assert done["budget"] == 3 and read_metadata("k.parquet")["iteration"] == 1
+    for name, before in done["before"].items():
+        assert f"{name:<14} {before} -> {done['after'][name]}\n" in out
+    assert out.endswith("wrote k.parquet\n")
 
 
 def test_chance_comes_from_the_seed_alone(run, parts):
-    texts = {}
+    found = []
     for seed in (0, 0, 1):
-        code, _, err = run(main, "share", *parts[0], "--share", 0.3, "--out", "kept.parquet", "--seed", seed)
+        code, _, err = run(main, "curate", "share", *parts[0], "--share=0.3", "--out=kept.parquet", f"--seed={seed}")
         assert code == 0, err
-        texts.setdefault(seed, set()).add(hashlib.sha256((run.folder / "kept.parquet").read_bytes()).hexdigest())
-    assert len(texts[0]) == len(texts[1]) == 1 and texts[0] != texts[1]
+        found.append((run.folder / "kept.parquet").read_bytes())
+    assert found[0] == found[1] != found[2]
 
 
-def test_bad_input_is_refused(run, tmp_path, policy, parts):
+def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
     files, _ = parts
     bad = make_trajectories(policy, 8)
     bad[5].ref_logprobs[0] = 0.5
     write(tmp_path / "bad.parquet", policy, bad)
-    write(tmp_path / "empty.parquet", policy, [])
-    write(tmp_path / "other.parquet", make_policy(tmp_path / "p"), bad[:4], tokenizer="another")
+    write(tmp_path / "other.parquet", policy, bad[:4], tokenizer="another")
     for arguments, words in {
-        ("uniform", *files): "uniform takes --budget",
-        ("uniform", *files, "--budget=0"): "--budget is 0",
-        ("uniform", *files, "--budget=2", "--share=.1"): "no --share",
-        ("uniform", *files, "--budget=2", "--seed=-1"): "--seed is -1",
-        ("uniform", *files, "--budget=2", "--iteration=-1"): "--iteration is -1",
+        ("uniform", *files): "uniform takes --budget alone; found none",
+        ("uniform", *files, "--budget=0"): "PositiveInt",
+        ("uniform", *files, "--budget=2", "--share=.1"): "uniform takes --budget alone; found budget, share",
+        ("uniform", *files, "--budget=2", "--seed=-1"): "NonNegativeInt",
+        ("uniform", *files, "--budget=2", "--iteration=-1"): "NonNegativeInt",
         ("uniform", "--budget=2"): "files",
-        ("anna_karenina", *files, "--budget=2", "--total=3"): "takes no --total",
+        ("anna_karenina", *files, "--budget=2", "--total=3"): "takes --budget alone",
         ("anna_karenina", *files, "--budget=2", "--shar=3"): "--shar=3",
-        ("share", *files): "share takes --share",
-        ("share", *files, "--share=.1", "--budget=2"): "no --budget",
-        ("share", *files, "--share=1"): "between 0 and 1",
-        ("share", *files, "--share=nan"): "between 0 and 1",
-        ("share", *files, "--share=.5", "--total=40"): "trajectories at most",
-        ("share", *files, "--share=.5", "--total=0"): "--total is 0",
-        ("best", *files, "--budget=2"): "choose from 'uniform', 'anna_karenina', 'share'",
+        ("share", *files): "share takes --share, and --total if you like; found none",
+        ("share", *files, "--share=.1", "--budget=2"): "found budget, share",
+        ("share", *files, "--share=1"): "OpenUnitInterval",
+        ("share", *files, "--share=nan"): "OpenUnitInterval",
+        ("share", *files, "--share=.5", "--total=40"): "must be able to take one of each",
+        ("best", *files, "--budget=2"): "way",
         ("uniform", *files, files[0], "--budget=2"): "twice",
-        ("uniform", "nowhere.parquet", "--budget=2"): "'nowhere.parquet' is no file",
-        ("uniform", files[0], str(tmp_path / "bad.parquet"), "--budget=2"): "bad.parquet, row 5 (prompt '1')",
-        ("uniform", str(tmp_path / "empty.parquet"), "--budget=2"): "holds no trajectory",
-        ("uniform", files[0], str(tmp_path / "other.parquet"), "--budget=2"): "different tokenizers",
+        ("uniform", "nowhere.parquet", "--budget=2"): "curate: 'nowhere.parquet' is no file",
+        ("uniform", files[0], "bad.parquet", "--budget=2"): "bad.parquet, row 5 (prompt '1')",
+        ("uniform", files[0], "other.parquet", "--budget=2"): "different tokenizers",
     }.items():
-        refused(run, words, *arguments, "--out=kept.parquet", main=main)
+        rejected(run, words, "curate", *arguments, "--out=kept.parquet", main=main)
     for out, words in ((files[1], "one of the inputs"), (tmp_path, "is a folder"), ("/proc/x/kept", "takes no file")):
-        refused(run, words, "uniform", *files, "--budget=2", f"--out={out}", main=main)
+        rejected(run, words, "curate", "uniform", *files, "--budget=2", f"--out={out}", main=main)
+    for arguments in (("uniform", "--budget=2"), ("share", "--share=.5", "--total=4"), ("anna_karenina", "--budget=1")):
+        assert run(main, "curate", arguments[0], *files, *arguments[1:], "--out=kept.parquet")[0] == 0

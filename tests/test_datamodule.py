@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import make_policy, make_trajectories, write
+from conftest import ROOT, make_policy, make_trajectories, write
 from lightning.pytorch.trainer.states import TrainerFn
 
 from topr.datamodule import TrajectoryDataModule
 from topr.io import InputError
-from topr.losses import TOPR, REDDrop
+from topr.losses import TOPR, REDDrop, baseline_for_share
+from topr.sampling import Sampling
+from topr.tasks import Arithmetic
 
 
 class PairLoss(TOPR):
@@ -35,18 +37,17 @@ def files(tmp_path_factory):
 
 
 def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, **more):
-    """A data module as a trainer would set it up on one of several ranks."""
+    """A data module as a trainer sets it up on one of several ranks."""
     sizes = {"batch_size": 12, "microbatch_tokens": tokens, "num_workers": workers, "seed": 3}
-    data = TrajectoryDataModule(train=files[1], **sizes, **more)
+    data = TrajectoryDataModule(train=files[1], policy=str(files[0]), loss=loss, task=Arithmetic(), **sizes | more)
     data.trainer = SimpleNamespace(
         world_size=ranks,
         global_rank=rank,
+        local_rank=rank,
         current_epoch=0,
         max_epochs=epochs,
         max_steps=-1,
-        accumulate_grad_batches=1,
         state=SimpleNamespace(fn=TrainerFn.FITTING),
-        lightning_module=SimpleNamespace(policy_path=str(files[0]), loss=loss),
     )
     data.prepare_data()
     data.setup("fit")
@@ -61,7 +62,7 @@ def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(files, l
     streams = [list(one.train_dataloader()) for one in data]
     count = data[0].microbatches(0)
     assert {len(stream) for stream in streams} == {len(expected) * count}  # every rank runs equally many forwards
-    assert data[0].trainer.accumulate_grad_batches == count
+    assert {part.microbatches for stream in streams for part in stream} == {count}
     for step, batch in enumerate(expected):
         parts = [part for stream in streams for part in stream[step * count : (step + 1) * count]]
         real = [row for part in parts for row, w in zip(part.trajectory_B.tolist(), part.real_B, strict=True) if w]
@@ -105,13 +106,20 @@ def test_loader_resumes_at_a_global_batch(files):
     assert [part.trajectory_B.tolist() for part in again] == whole  # another pass starts at the beginning
 
 
+def test_trajectories_without_weight_count_in_the_divisor(files):
+    data = module(files, REDDrop())
+    assert not data.advantage(0).all()
+    for batch, part in zip(data.plan(0), data.train_dataloader(), strict=True):
+        assert float(part.divisor) == len(batch)
+
+
 def test_files_stay_mapped(files):
     data = module(files, TOPR())
     assert data.rows.cache_files  # on disk, in datasets' Arrow cache
     assert set(data.rows.column_names) == {"prompt_ids", "response_ids", "ref_logprobs", "reward", "group"}
 
 
-def test_whole_groups_share_a_batch_without_a_loss_that_asks(files):
+def test_whole_groups_share_a_batch_though_the_loss_does_not_need_it(files):
     data = module(files, TOPR(), whole_groups=True)
     group = [t.group for t in files[2]]
     batches = [{group[i] for i in batch} for batch in data.plan(0)]
@@ -137,3 +145,42 @@ def test_what_is_drawn_anew_each_epoch_is_the_same_after_a_resumption(files, los
 def test_whole_groups_and_pairs_exclude_each_other(files):
     with pytest.raises(InputError, match="draws pairs"):
         module(files, PairLoss(), whole_groups=True)
+    module(files, PairLoss(), whole_groups=False)
+
+
+def test_fit_needs_training_files(files):
+    with pytest.raises(InputError, match="data.train is not set; fit needs it"):
+        module((files[0], None), TOPR())
+    module(files, TOPR())
+
+
+def test_a_trajectory_is_traced_to_its_file_and_row(files):
+    data = module(files, TOPR())
+    first, second = files[1]
+    places = data.place(np.array([0, 60, 61, 100]))
+    assert places == [f"row 0 of {first}", f"row 60 of {first}", f"row 0 of {second}", f"row 39 of {second}"]
+
+
+def test_shares_are_those_of_the_whole_data_set(files):
+    reward = np.array([t.reward for t in files[2]])
+    p = (reward > 0).mean()
+    assert module(files, TOPR()).shares() == pytest.approx(
+        {"positive_share": p, "effective_positive_share": p, "baseline": 0}, abs=1e-6
+    )
+    shares = module(files, TOPR(positive_share=0.15)).shares()
+    assert shares == pytest.approx(
+        {"positive_share": p, "effective_positive_share": 0.15, "baseline": baseline_for_share(p, 0.15)}, abs=1e-6
+    )
+
+
+def test_problems_are_split_over_ranks(files):
+    path, sampling = str(ROOT / "data" / "arithmetic" / "val.jsonl"), Sampling(max_new_tokens=8)
+    parts = []
+    for rank in range(3):
+        data = module(files, TOPR(), rank=rank, ranks=3, val=path, sampling=sampling, val_samples=2)
+        (batch,) = data.val_dataloader()
+        assert (batch.samples, batch.sampling, batch.seed) == (2, sampling, 3)
+        parts += batch.problems
+    assert sorted(p.id for p in parts) == sorted(p.id for p in Arithmetic().problems(path))
+    with pytest.raises(InputError, match="data.val: .*nowhere.jsonl"):
+        module(files, TOPR(), val="nowhere.jsonl")

@@ -1,4 +1,4 @@
-"""Import of users' files: formats, end tokens, what is left out, what is refused."""
+"""Import of users' files: formats, end tokens, what is left out, what is rejected."""
 
 import json
 import math
@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import make_policy, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from topr.policy import export_policy, load_policy
-from topr.policy_files import policy_fingerprint
-from topr.tokenizer import load_tokenizer
-from topr.trajectories import main, read_metadata, read_trajectories
+from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint
+from topr.trajectories import read_metadata, read_trajectories
+from topr.trajectories.__main__ import main
 
 EOS, BOS, END = 1, 2, 3
 TEMPLATE = (
@@ -46,7 +46,7 @@ def chat(tmp_path_factory):
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [EOS, END]
     folder = tmp_path_factory.mktemp("chat") / "policy"
-    export_policy(model, tokenizer, folder)
+    export_policy(Policy(model, tokenizer, str(folder)), folder)
     return folder
 
 
@@ -125,7 +125,7 @@ def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
         assert t.prompt_ids.count(BOS) == 1
         assert t.response_ids == [*tokenizer(response, add_special_tokens=False)["input_ids"], EOS]
         assert (t.response, t.reward, t.finished) == (response, reward, True)
-        log_probs = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0].log_softmax(-1)
+        log_probs = model.logits(torch.tensor([t.prompt_ids + t.response_ids]))[0].log_softmax(-1)
         start = len(t.prompt_ids) - 1
         scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
@@ -168,7 +168,7 @@ def test_optional_keys_are_kept(run, tmp_path, policy):
         {"prompt": "2*2>", "response": "2*2=", "reward": 0.25, "finished": False, "group": "mine", "prompt_id": 7},
     ]
     (first, second, third), out = imported(run, policy, rows)
-    assert "3 of 2 prompts in 2 groups" in out and "p = 0.667" in out
+    assert "3 of 2 prompts" in out and "66.7%" in out
     assert first.prompt_id == first.group == second.prompt_id == second.group
     assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
     assert (first.answer, first.gold, first.valid) == ("3", "3", True)
@@ -202,8 +202,7 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
 def test_import_takes_what_other_programs_write(run, tmp_path, policy):
     line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
     (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
-    with pytest.warns(UserWarning, match="2 trajectories hold text that the tokenizer does not know"):
-        (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
+    (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
     assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
     assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
@@ -211,106 +210,125 @@ def test_import_takes_what_other_programs_write(run, tmp_path, policy):
 @pytest.mark.parametrize(
     ("case", "words", "gold"),
     [
-        ("verl", "prompts stand without their special tokens.*responses that were cut off are not marked", "4"),
-        ("verl validation", "keys that mean nothing here are ignored: acc, step", None),
-        ("OpenRLHF", "in OpenRLHF's dump responses that were cut off are not marked", None),
+        ("verl", "do not mark responses that were cut off, and verl's prompts lack special tokens", "4"),
+        ("verl validation", "keys without a meaning are ignored: acc, step", None),
+        ("OpenRLHF", "do not mark responses that were cut off", None),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_a_dump_loses_is_said(run, chat, case, words, gold):
+def test_what_a_dump_loses_is_warned_about(run, chat, case, words, gold):
     with pytest.warns(UserWarning, match=words):
         (t,), _ = imported(run, chat, CASES[case][0])
     assert t.gold == gold
 
 
-def test_nothing_is_warned_about_without_reason(run, chat, recwarn):
+def test_good_files_cause_no_warning(run, chat, recwarn):
     for case in ("text", "conversation", "TRL implicit prompt", "question beside conversations"):
         imported(run, chat, CASES[case][0])
     assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
 
-def test_overlong_trajectories_are_left_out_and_counted(run, tmp_path, policy):
+def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     rows = [{"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3, 200)]  # 64 with the end
-    with pytest.warns(UserWarning, match=r"2 of 4 trajectories are left out.* \(64\)"):
-        trajectories, out = imported(run, policy, rows)
+    trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
-    assert "left out as too long: 2" in out and "trajectories      2 of 1 prompts" in out
-    with pytest.warns(UserWarning, match=r"3 of 4 .* \(6\)"):
-        trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
+    assert "left out as too long: 2" in out and "trajectories  2 of 1 prompts" in out
+    trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
     assert [t.response for t in trajectories] == ["111"]
+    rejected(run, "no row fits into 4 tokens", "import", "a.jsonl", f"--policy={policy}", "--out=b.parquet",
+             "--microbatch-tokens=4", main=main)  # fmt: skip
 
 
 USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
-GOOD = {"prompt": "1", "response": "2", "reward": 1}
-MALFORMED = [
-    ("{", "line 2: no JSON"),
-    ([1], "line 2: expected a JSON object"),
-    (GOOD | {"prompt": "1\ud800"}, "line 2: no JSON"),
-    ({}, "entry 2: the keys (none) are those of no format; expected those of one: prompt, response, reward;"),
-    ({"prompt": "1", "response": "2"}, "'reward' is missing or null"),
-    (GOOD | {"response": None}, "'response' is missing or null"),
-    ({"response": "1", "answer": "2"}, "'answer', 'response' are those of no format"),
-    (GOOD | {"completion": "2", "label": True}, "are those of prompt and response and of TRL's unpaired preference"),
-    (GOOD | {"messages": []}, "are those of prompt and response and of conversation"),
-    (GOOD | {"prompt": 1}, "'prompt' must hold text or chat messages, found int"),
-    (GOOD | {"response": 2}, "'response' must hold text or chat messages, found int"),
-    (GOOD | {"prompt": []}, "'prompt' must hold text or chat messages, found no message"),
-    (GOOD | {"response": []}, "'response' must hold text or chat messages, found no message"),
-    ({"messages": [], "reward": 1}, "'messages' must hold text or chat messages, found no message"),
-    ({"messages": "1", "reward": 1}, "'messages' holds text, which does not say where its prompt ends"),
-    ({"chosen": "1", "rejected": "2"}, "'chosen' holds text, which does not say where its prompt ends"),
-    ({"messages": [BOT], "reward": 1}, "'prompt' must hold text or chat messages, found no message"),
-    ({"messages": [USER, USER], "reward": 1}, "must end in the one assistant message"),
-    ({"messages": [USER, BOT, BOT], "reward": 1}, "the prompt ends in an assistant message"),
-    (GOOD | {"response": [BOT, BOT]}, "must end in the one assistant message"),
-    (GOOD | {"response": [USER]}, "must end in the one assistant message"),
-    (GOOD | {"prompt": [USER, BOT]}, "the prompt ends in an assistant message"),
-    (GOOD | {"prompt": [USER | {"role": "human"}]}, "the role 'human'; expected system, "),
-    (GOOD | {"prompt": [{"content": "1"}]}, "the role None"),
-    (GOOD | {"prompt": [{"role": "user"}]}, "no object with a role and a text"),
-    (GOOD | {"prompt": [USER | {"content": [1]}]}, "no object with a role and a text"),
-    (GOOD | {"prompt": ["1"]}, "no object with a role and a text"),
-    (GOOD | {"prompt": [USER]}, "tokenizer has no chat template"),
-    (
-        {"chosen": [USER, BOT], "rejected": [USER | {"content": "3"}, BOT]},
+PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
+MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
+    "no reward": (PLAIN, {"reward": None}, "row 2: the keys prompt, response are those of no formats; expected"),
+    "no key": (PLAIN, dict.fromkeys(PLAIN), "row 2: the keys (none) are those of no formats"),
+    "two formats": (
+        PLAIN,
+        {"completion": "2", "label": True},
+        "row 2: the keys completion, label, prompt, response, re",
+    ),
+    "label and reward": (
+        PLAIN,
+        {"messages": [ASK, SAY]},
+        "are those of 2 formats; expected those of one: prompt, resp",
+    ),
+    "prompt": (PLAIN, {"prompt": 1}, "row 2: key 'prompt' holds 1, expected chat messages"),
+    "response": (PLAIN, {"response": 2}, "key 'response' holds 2, expected chat messages"),
+    "no message": (CHAT, {"messages": []}, "key 'messages' holds [], expected chat messages"),
+    "text as conversation": (CHAT, {"messages": "1"}, "key 'messages' holds '1', expected chat messages"),
+    "no prompt": (CHAT, {"messages": [SAY]}, "key 'prompt' holds [], expected chat messages"),
+    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in the one assistant message"),
+    "two answers": (CHAT, {"messages": [ASK, SAY, SAY]}, "the prompt ends in an assistant message"),
+    "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in the one assistant message"),
+    "role": (CHAT, {"messages": [ASK | {"role": "human"}, SAY]}, "expected content and a role of system, "),
+    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected content and a role of"),
+    "content in parts": (CHAT, {"messages": [ASK | {"content": [1]}, SAY]}, "expected content and a role of"),
+    "other prompts": (
+        {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]},
+        {"rejected": [USER, WRONG]},
         "chosen and rejected must differ in their last message alone",
     ),
-    (GOOD | {"reward": "1"}, "'reward' must hold bool or int or float, found str"),
-    ({"prompt": "1", "completion": "2", "label": 0}, "'label' must hold bool, found int"),
-    ({"input": "1", "output": "2", "score": [1]}, "'score' must hold bool or int or float, found list"),
-    (GOOD | {"reward": math.nan}, "no JSON"),
-    (GOOD | {"reward": -math.inf}, "no JSON"),
-    (GOOD | {"reward": 1e39}, "is not between"),
-    (GOOD | {"reward": 10**400}, "is not between"),
-    (GOOD | {"response": "", "finished": False}, "the response is empty"),
-    (GOOD | {"prompt": ""}, "the prompt is empty"),
-    (GOOD | {"finished": "no"}, "'finished' must hold bool"),
-    (GOOD | {"gold": [3]}, "'gold' must hold str or int or float"),
-]
+    "reward": (
+        PLAIN,
+        {"reward": "1"},
+        "key 'reward' holds '1', expected a boolean or (no label) a number up to 1000000",
+    ),
+    "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
+    "huge reward": (PLAIN, {"reward": -1e39}, "key 'reward' holds -1e+39"),
+    "label": ({"prompt": "1", "completion": "2", "label": True}, {"label": 0}, "key 'label' holds 0"),
+    "score": ({"input": "1", "output": "2", "score": 1}, {"score": [1]}, "key 'score' holds [1]"),
+    "empty response": (PLAIN, {"response": "", "finished": False}, "row 2: the response is empty"),
+    "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
+    "gold": (PLAIN, {"gold": [3]}, "row 2: key 'gold' holds [3], expected str or int or float"),
+}
 
 
-@pytest.mark.parametrize(("entry", "words"), MALFORMED)
-def test_import_refuses_malformed_entries(run, tmp_path, policy, entry, words):
-    line = entry if isinstance(entry, str) else json.dumps(entry)
-    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD) + "\n" + line + "\n")
-    code, out, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "o/a.parquet")
-    assert code == 2 and words in err and err.count("\n") == 1 and err.startswith("error: a.jsonl, ")
-    assert len(err) < 500 and out == ""
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_entry_is_named_and_the_correct_one_imported(run, chat, name):
+    good, changes, words = MALFORMED[name]
+    bad = {key: value for key, value in (good | changes).items() if value is not None or key not in good}
+    jsonl(run.folder / "bad.jsonl", [good, bad])
+    rejected(run, f"bad.jsonl, {words}" if words.startswith("row") else words, "import", "bad.jsonl",
+             f"--policy={chat}", "--out=o/a.parquet", main=main)  # fmt: skip
+    assert len(imported(run, chat, [good, good])[0]) in (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "holds no line"),
-        ('{"prompt": "1", "response": "%s", "reward": 1}' % ("1" * 64), "every entry has more tokens"),
-        (None, "cannot be read"),
-    ],
-)
-def test_import_refuses_files_without_a_usable_entry(run, tmp_path, policy, text, words):
-    if text is not None:
-        (tmp_path / "a.jsonl").write_text(text)
-    before = set(tmp_path.iterdir())
-    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "a.parquet")
-    assert code == 2 and words in err and err.count("\n") == 1
-    assert set(tmp_path.iterdir()) == before
+def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
+    for changes, words in (({"prompt": [USER]}, "no chat template"), ({"prompt": ""}, "the prompt is empty")):
+        jsonl(run.folder / "bad.jsonl", [PLAIN | changes])
+        rejected(run, words, "import", "bad.jsonl", f"--policy={policy}", "--out=a.parquet", main=main)
+    imported(run, policy, [PLAIN])
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run, tmp_path):
+    folder = make_policy(tmp_path / "small", vocab_size=15)
+    jsonl(tmp_path / "a.jsonl", [{"prompt": "1>", "response": "2", "reward": 1}])
+    rejected(
+        run, "beyond the model's vocabulary of 15", "import", "a.jsonl", f"--policy={folder}", "--out=b", main=main
+    )
+    jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "response": "2", "reward": 1}])
+    assert imported(run, folder, tmp_path / "a.jsonl")
+
+
+def test_arguments_of_import(run, policy, tmp_path):
+    jsonl(tmp_path / "a.jsonl", [PLAIN])
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "link.parquet").symlink_to("a.jsonl")
+    usual = {"policy": policy, "out": "a.parquet"}
+    for changes, words in (
+        ({"out": "thesis"}, "is a folder or one of the inputs"),
+        ({"out": ""}, "is a folder or one of the inputs"),
+        ({"out": "link.parquet"}, "is a folder or one of the inputs"),
+        ({"out": "a.jsonl/b.parquet"}, "--out: the folder a.jsonl cannot be written"),
+        ({"policy": "nowhere"}, "policy 'nowhere' is neither a folder nor a model"),
+        ({"precision": "16"}, "precision"),
+        ({"microbatch-tokens": 0}, "microbatch"),
+        ({"microbatch-token": 4}, "--microbatch-token=4"),
+    ):
+        arguments = [f"--{key}={value}" for key, value in (usual | changes).items()]
+        rejected(run, words, "import", "a.jsonl", *arguments, main=main)
+    rejected(run, "out", "import", "a.jsonl", f"--policy={policy}", main=main)
+    imported(run, policy, tmp_path / "a.jsonl")

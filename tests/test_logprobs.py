@@ -1,19 +1,20 @@
-"""Rows without padding, prompts computed once, one-pass loss: against one naive forward per trajectory."""
+"""Log-probs, prompts computed once and the one-pass loss, against one naive forward for each trajectory."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import make_policy
 from torch.nn.attention import varlen
 
-from topr import attention, logprobs
-from topr.attention import NAME
-from topr.logprobs import response_log_probs, response_loss, score, token_log_probs
-from topr.losses import TOPR
-from topr.packing import pack, partition
-from topr.policy import check_forward, equip, load_policy
+from topr.batching import MicroBatch, Tokens, pack
+from topr.io import InputError
+from topr.losses import TOPR, Loss
+from topr.policy import Policy, export_policy, load_policy, load_tokenizer, score, shared_prompts
+from topr.policy.logprobs import CHUNK_LOGITS, Head, output_head, padded_hidden_states, token_log_probs
+from topr.policy.model import check_forward
+from topr.policy.one_pass import OnePass
+from topr.policy.shared_prompts import Spans, attend
 
 SMALL = {
     "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,20 +30,13 @@ FAMILIES = {  # with grouped queries where a family has them, and windows shorte
     "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {"sliding_window": 6},
     "GPTNeoX": {},
-    "GPT2": {
-        "n_positions": 64,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "embd_pdrop": 0,
-        "attn_pdrop": 0,
-        "resid_pdrop": 0,
-    },
+    "GPT2": {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0),
 }
-PADDED = {"Bloom": {"n_head": 2}, "Mamba": {"state_size": 4}}  # attend in ways of their own
+PADDED = {"Bloom": {"n_head": 2}, "Mamba": {"state_size": 4}}  # their attention is not one that we replace
 
 
-def make_model(family: str, **changes):
+def make_policy_of(family: str, **changes) -> Policy:
     torch.manual_seed(0)
     name = "Gemma3Text" if family == "Gemma3" else family
     known = SMALL | (FAMILIES | PADDED)[family] | changes
@@ -51,14 +45,13 @@ def make_model(family: str, **changes):
     model = getattr(transformers, causal)(config).train()
     for parameter in model.parameters():  # norms and biases too: what is 0 or 1 hides mistakes
         torch.nn.init.normal_(parameter, parameter.mean().item(), 0.2)
-    equip(model)
-    return model
+    return Policy(model, None, family)
 
 
-def naive(model, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+def naive(policy: Policy, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
     """log pi of each response token from the model's own logits, one sequence, no padding."""
     ids = torch.from_numpy(np.concatenate((prompt, response)))
-    log_probs = model(ids[None]).logits[0].double().log_softmax(-1)
+    log_probs = policy.logits(ids[None])[0].double().log_softmax(-1)
     return torch.stack([log_probs[len(prompt) - 1 + t, token] for t, token in enumerate(ids[len(prompt) :])])
 
 
@@ -70,60 +63,79 @@ def sequences(seed: int = 0, count: int = 7):
     return [prompts[i - i % 3] for i in range(count)], responses
 
 
-def gradients(model, value: torch.Tensor) -> list[torch.Tensor]:
-    return torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+def gradients(policy: Policy, value: torch.Tensor) -> list[torch.Tensor]:
+    return torch.autograd.grad(value, list(policy.parameters()), retain_graph=True)
 
 
+def one_pass(tokens: Tokens, loss: Loss, ref_log_probs_N, advantage_B, scale_B) -> OnePass:
+    count = len(tokens.length_B)
+    real_B, divisor = torch.ones(count), torch.tensor(float(count))
+    batch = MicroBatch(tokens, ref_log_probs_N, advantage_B, advantage_B, real_B, divisor, 1, torch.arange(count))
+    return OnePass(loss, batch, scale_B)
+
+
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", [*FAMILIES, *PADDED])
 def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing):
-    model, plain = (make_model(family).double() for _ in range(2))
-    plain.set_attn_implementation("eager")
+    policy, plain = (make_policy_of(family).double() for _ in range(2))
+    plain.model.set_attn_implementation("eager")
     if family in PADDED:
         with pytest.warns(match="trajectories are padded"):
-            check_forward(model, family)
+            check_forward(policy)
     else:
-        check_forward(model, family)
-    assert (model.config._attn_implementation == NAME) == (family in FAMILIES)
+        check_forward(policy)
+    assert shared_prompts.enabled(policy.model) == (family in FAMILIES)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     prompts, responses = sequences()
-    log_probs_N, hidden_ND = response_log_probs(model, pack(prompts, responses))
+    tokens = pack(prompts, responses)
+    log_probs_N, hidden_ND = policy(tokens)
+    torch.testing.assert_close(padded_hidden_states(policy.model, tokens), hidden_ND, rtol=0, atol=1e-5)
     expected = torch.cat([naive(plain, p, r) for p, r in zip(prompts, responses, strict=True)])
     torch.testing.assert_close(log_probs_N, expected, rtol=0, atol=2e-6)  # the models' own norms are float32
     assert hidden_ND.shape == (len(expected), 16)
     scale = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
     for mine, other in zip(
-        gradients(model, (scale * log_probs_N).sum()), gradients(plain, (scale * expected).sum()), strict=True
+        gradients(policy, (scale * log_probs_N).sum()), gradients(plain, (scale * expected).sum()), strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_that_the_attention_is_not_told_of_is_padded():
-    model = make_model("Llama")
-    model.config.sliding_window = 4
+def test_a_model_that_ignores_the_window_in_its_config_is_padded():
+    policy = make_policy_of("Llama")
+    policy.model.config.sliding_window = 4
     with pytest.warns(match="trajectories are padded"):
-        check_forward(model, "Llama")
+        check_forward(policy)
+    assert not shared_prompts.enabled(policy.model)
+
+
+def test_a_model_that_scales_its_logits_is_rejected():
+    policy = make_policy_of("Llama")
+    check_forward(policy)
+    policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: 0.5 * logits)
+    with pytest.raises(InputError, match="does more to its logits"):
+        check_forward(policy)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPTNeoX"])
 @pytest.mark.parametrize("chunk", [2**25, 20 * 64])  # every position at once; 64, fewer than the longest response has
 def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk):
-    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", chunk)
-    model = make_model(family, max_position_embeddings=256).double()
-    check_forward(model, family)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk)
+    policy = make_policy_of(family, max_position_embeddings=256).double()
+    check_forward(policy)
     prompts, responses = sequences()
     rng = np.random.default_rng(1)
     responses[2] = rng.integers(3, 20, 150)
     tokens, loss = pack(prompts, responses), TOPR(0.5, 2, 0, 1)
     advantage_B = torch.tensor(rng.choice([-1.0, 0.5, 1.0], len(prompts)))
     scale_B = torch.tensor(rng.random(len(prompts)))
-    log_probs_N, hidden_ND = response_log_probs(model, tokens)
+    log_probs_N, hidden_ND = policy(tokens)
     shift_B = torch.tensor(rng.normal(0, 2, len(prompts))) / tokens.length_B  # ratios on both sides of every limit
     ref_log_probs_N = log_probs_N.detach() + shift_B.repeat_interleave(tokens.length_B)
     expected = loss(log_probs_N, ref_log_probs_N, tokens.length_B, advantage_B)
-    given = loss, ref_log_probs_N, advantage_B, scale_B
-    total, output, again_ND = response_loss(model, tokens, *given)
+    in_one_pass = one_pass(tokens, loss, ref_log_probs_N, advantage_B, scale_B)
+    total, output, again_ND = policy(tokens, in_one_pass)
     for mine, other in zip(output, expected, strict=True):
         torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-9)
     scaled = (scale_B * expected.loss_B).sum()
@@ -133,7 +145,7 @@ def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk
     )
     torch.testing.assert_close(mine, other, rtol=0, atol=1e-9)
     for mine, other in zip(
-        gradients(model, 3 * response_loss(model, tokens, *given)[0]), gradients(model, scaled), strict=True
+        gradients(policy, 3 * policy(tokens, in_one_pass)[0]), gradients(policy, scaled), strict=True
     ):
         torch.testing.assert_close(mine, 3 * other, rtol=1e-5, atol=2e-6)  # the models' own norms are float32
 
@@ -141,14 +153,14 @@ def test_one_pass_equals_the_loss_and_gradient_of_two(monkeypatch, family, chunk
 @pytest.mark.parametrize("positions", [1, 63, 64, 150])
 @pytest.mark.parametrize("bias", [False, True])
 def test_chunked_head_equals_the_naive_one(monkeypatch, positions, bias):
-    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 0)  # chunks of 64, so that 150 leaves an uneven tail
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 0)  # chunks of 64, so that 150 leaves an uneven tail
     torch.manual_seed(0)
     hidden = torch.randn(positions, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 12, dtype=torch.float64, requires_grad=True)
     offset = torch.randn(37, dtype=torch.float64, requires_grad=True) if bias else None
     target = torch.randint(37, (positions,))
     expected = F.linear(hidden, weight, offset).log_softmax(-1).gather(1, target[:, None])[:, 0]
-    found = token_log_probs(hidden, weight, offset, None, target)
+    found = token_log_probs(hidden, Head(weight, offset, None), target)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     scale = torch.randn(positions, dtype=torch.float64)
     inputs = [tensor for tensor in (hidden, weight, offset) if tensor is not None]
@@ -161,26 +173,32 @@ def test_chunked_head_equals_the_naive_one(monkeypatch, positions, bias):
 
 
 def test_a_frozen_projection_gets_no_gradient():
-    model = make_model("Llama")
-    model.lm_head.weight.requires_grad_(False)
+    policy = make_policy_of("Llama")
+    policy.model.lm_head.weight.requires_grad_(False)
     tokens = pack(*sequences())
     ones = torch.ones(len(tokens.length_B))
-    total, *_ = response_loss(model, tokens, TOPR(), torch.zeros(len(tokens.target_N)), ones, ones)
+    total, *_ = policy(tokens, one_pass(tokens, TOPR(), torch.zeros(len(tokens.target_N)), ones, ones))
     total.backward()
-    assert model.lm_head.weight.grad is None and model.model.norm.weight.grad.abs().sum() > 0
+    assert policy.model.lm_head.weight.grad is None and policy.model.model.norm.weight.grad.abs().sum() > 0
 
 
-def test_autocast_keeps_log_probs_in_float32(policy):
-    model = load_policy(str(policy))
+def test_autocast_keeps_log_probs_and_their_gradient_in_float32(policy):
+    policy = load_policy(str(policy))
     tokens = pack(*sequences())
-    exact, _ = response_log_probs(model, tokens)
+    exact, _ = policy(tokens)
     ones = torch.ones(len(tokens.length_B))
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = response_log_probs(model, tokens)
-        _, output, _ = response_loss(model, tokens, TOPR(), exact.detach(), ones, ones)
+        found, hidden = policy(tokens)
+        total, output, again = policy(tokens, one_pass(tokens, TOPR(), exact.detach(), ones, ones))
     assert found.dtype == output.log_ratio_B.dtype == torch.float32
     assert (found - exact).abs().max() < 0.1
+    # only the hidden states are rounded
+    head = output_head(policy.model)
+    torch.testing.assert_close(found, token_log_probs(hidden.float(), head, tokens.target_N), rtol=0, atol=1e-6)
     torch.testing.assert_close(output.log_ratio_B, torch.segment_reduce(found - exact, "sum", lengths=tokens.length_B))
+    loss_B = TOPR()(found, exact.detach(), tokens.length_B, ones).loss_B
+    (mine,), (other,) = torch.autograd.grad(total, again), torch.autograd.grad(loss_B.sum(), hidden)
+    torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 def varlen_attn(query, key, value, ends_of_queries, ends_of_keys, *longest, scale, window_size, enable_gqa):
@@ -191,8 +209,8 @@ def varlen_attn(query, key, value, ends_of_queries, ends_of_keys, *longest, scal
         rows = (query[start:end], key[first:last], value[first:last])
         distance = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
         seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
-        how = {"attn_mask": seen, "scale": scale, "enable_gqa": enable_gqa}
-        outs.append(F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in rows), **how)[0])
+        rows = (part.transpose(0, 1)[None] for part in rows)
+        outs.append(F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)[0])
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
@@ -202,8 +220,8 @@ def test_sequences_of_any_length_attend_as_the_row_does(monkeypatch, window):
     spans = pack(*sequences()).spans
     size = (1, 6, spans[-1][1], 8)
     given = [torch.randn(1, heads, *size[2:], dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
-    row, _ = attention.attend(None, *given, None, sliding_window=window, spans=attention.Spans(spans))
-    sequence = attention._attend_on_gpu(*(part[0] for part in given), spans, 8**-0.5, window)[None]
+    row, _ = attend(None, *given, None, sliding_window=window, spans=Spans(spans))
+    sequence = shared_prompts._attend_on_gpu([part[0] for part in given], spans, 8**-0.5, window)[None]
     torch.testing.assert_close(sequence, row, rtol=0, atol=1e-12)
     upward = torch.randn_like(row)
     found, expected = (torch.autograd.grad(out, given, upward) for out in (sequence, row))
@@ -214,65 +232,38 @@ def test_sequences_of_any_length_attend_as_the_row_does(monkeypatch, window):
 def test_flash_attention_is_taken_under_autocast_though_rotary_embeddings_leave_float32(policy, monkeypatch):
     taken = []
 
-    def kernel(query, key, value, *more, **how):
+    def kernel(query, key, value, *arguments, **keywords):
         taken.append({query.dtype, key.dtype, value.dtype})
-        return varlen_attn(query, key, value, *more, **how)
+        return varlen_attn(query, key, value, *arguments, **keywords)
 
-    model, tokens = load_policy(str(policy)), pack(*sequences())
-    exact, _ = response_log_probs(model, tokens)
+    policy, tokens = load_policy(str(policy)), pack(*sequences())
+    exact, _ = policy(tokens)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_has_flash", lambda query: True)
-    response_log_probs(model, tokens)
+    monkeypatch.setattr(shared_prompts, "_has_flash", lambda query: True)
+    policy(tokens)
     assert not taken  # in float32
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = response_log_probs(model, tokens)
-    assert taken == [{torch.bfloat16}] * model.config.num_hidden_layers
+        found, _ = policy(tokens)
+    assert taken == [{torch.bfloat16}] * policy.model.config.num_hidden_layers
     assert (found - exact).abs().max() < 0.1
 
 
 def test_score_keeps_the_order_and_equals_the_training_forward(policy):
-    model = load_policy(str(policy))
-    prompts, responses = sequences(count=23)
-    together, _ = response_log_probs(model, pack(prompts, responses))
+    policy = load_policy(str(policy))
+    given = sequences(count=23)
+    order = np.random.default_rng(0).permutation(23)  # equal prompts no longer side by side
+    prompts, responses = ([part[i] for i in order] for part in given)
+    together, _ = policy(pack(prompts, responses))
     for tokens in (40, 100, 10_000):
-        np.testing.assert_allclose(
-            np.concatenate(score(model, prompts, responses, tokens)), together.detach().numpy(), rtol=0, atol=2e-6
-        )
+        scores = score(policy, prompts, responses, tokens)
+        assert [len(scored) for scored in scores] == [len(response) for response in responses]
+        np.testing.assert_allclose(np.concatenate(scores), together.detach().numpy(), rtol=0, atol=2e-6)
 
 
-def row_tokens(sizes: np.ndarray) -> int:
-    """Tokens of a row, counted one by one."""
-    return sum(n + p * (not i or sizes[0, i - 1] != number) for i, (number, p, n) in enumerate(sizes.T))
-
-
-@pytest.mark.parametrize("unit", [1, 2])
-def test_partition_covers_everything_within_the_bound(unit):
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        count = unit * rng.integers(1, 16)
-        number = rng.integers(0, 5, count)
-        sizes = np.stack((number, rng.integers(1, 30, 5)[number], rng.integers(1, 30, count)))
-        bound = int(max(unit * sizes[1:].sum(axis=0).max(), 200))
-        rows = partition(sizes, bound, unit=unit)
-        assert sorted(np.concatenate(rows)) == list(range(count))
-        assert all(row_tokens(sizes[:, row]) <= bound for row in rows)
-        for row in rows:  # units stay whole
-            assert np.array_equal(row // unit, np.repeat(row[::unit] // unit, unit))
-        for parts in (len(rows), len(rows) + 1, 40):  # at least as many as the bound needs: it still holds
-            balanced = partition(sizes, parts=parts, unit=unit)
-            assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(count))
-            assert all(row_tokens(sizes[:, row]) <= bound for row in balanced)
-
-
-def test_partition_balances_and_counts_a_prompt_once():
-    alone = np.stack((np.arange(12), np.full(12, 4), np.full(12, 6)))
-    assert [len(row) for row in partition(alone, parts=4)] == [3, 3, 3, 3]
-    shared = np.stack((np.array([0, 1] * 4), np.full(8, 100), np.full(8, 10)))
-    assert [row.tolist() for row in partition(shared, 140)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert [row.tolist() for row in partition(shared, 139)] == [[0, 2, 4], [6], [1, 3, 5], [7]]
-
-
-def test_dropout_is_off_in_training_mode(tmp_path):
-    folder = make_policy(tmp_path / "dropout", attention_dropout=0.5)
-    model, tokens = load_policy(str(folder)).train(), pack(*sequences())
-    assert torch.equal(response_log_probs(model, tokens)[0], response_log_probs(model, tokens)[0])
+def test_dropout_is_off_in_training_mode(policy, tmp_path):
+    dropping = make_policy_of("GPT2", embd_pdrop=0.5, attn_pdrop=0.5, resid_pdrop=0.5)
+    dropping.tokenizer = load_tokenizer(str(policy))
+    export_policy(dropping, tmp_path / "dropout")
+    loaded, tokens = load_policy(str(tmp_path / "dropout")).train(), pack(*sequences())
+    assert not torch.equal(dropping(tokens)[0], dropping(tokens)[0])
+    assert torch.equal(loaded(tokens)[0], loaded(tokens)[0])

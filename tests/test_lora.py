@@ -1,13 +1,13 @@
-"""Adapters are trained in place of the weights, kept small in checkpoints, and merged exactly in the export."""
+"""Adapters are trained instead of the weights, checkpoints hold them alone, and the export merges them exactly."""
 
 import json
 
 import pytest
 import torch
-from conftest import ROOT, make_trajectories, write
+from conftest import ROOT, make_trajectories, rejected, write
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_update import EVERY_STEP, QUIET, fit
+from test_update import EVERY_STEP, assert_close_weights, fit, fit_arguments, same_weights
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import train
@@ -44,13 +44,14 @@ def test_export_is_the_policy_plus_scaled_adapters(run, policy, data):
             assert (weight - base[name]).abs().max() > 1e-4
             moved += 1
         torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=0)
-    assert moved == 2 * 7  # all linear layers of two decoder layers, none else
+    assert moved == 2 * 7  # all linear layers of two decoder layers, no other
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        expected = PeftModel.from_pretrained(load_policy(str(policy)), folder / "adapter")(ids).logits
-        torch.testing.assert_close(load_policy(str(folder / "policy"))(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        expected = PeftModel.from_pretrained(load_policy(str(policy)).model, folder / "adapter")(ids).logits
+        torch.testing.assert_close(load_policy(str(folder / "policy")).logits(ids), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_alone_and_resume_exactly(run, policy, data):
     whole = fit(run, policy, data, *LORA)
     (checkpoint,) = (whole / "checkpoints").glob("*.ckpt")
@@ -58,39 +59,28 @@ def test_checkpoints_hold_adapters_alone_and_resume_exactly(run, policy, data):
     assert names and all("lora_" in name for name in names)
     name = "--trainer.logger.init_args.name=killed"
     fit(run, policy, data, *LORA, name, "--trainer.max_steps=1")
-    config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET]
-    files = [f"--model.policy={policy}", f"--data.train={data}"]
-    code, _, err = run(train.main, "fit", *config, *files, *LORA, name, "--ckpt_path=last")
+    code, _, err = run(train.main, *fit_arguments(policy, data, *LORA, name, "--ckpt_path=last"))
     assert code == 0, err
-    resumed = load_file(run.folder / "runs" / "killed" / "version_0" / "policy" / "model.safetensors")
-    for key, weight in load_file(whole / "policy" / "model.safetensors").items():
-        assert torch.equal(weight, resumed[key])
+    assert same_weights(whole, run.folder / "runs" / "killed" / "version_0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["--model.lora.rank=3", "--model.lora.alpha=5", "--model.lora=null"])
 def test_adapters_of_another_shape_do_not_resume(run, policy, data, change):
     fit(run, policy, data, *LORA, "--trainer.max_steps=1")
-    config = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET]
-    files = [f"--model.policy={policy}", f"--data.train={data}"]
-    code, _, err = run(train.main, "fit", *config, *files, *LORA, change, "--ckpt_path=last")
-    assert code == 2 and "another model.lora" in err
+    rejected(run, "another model.lora", *fit_arguments(policy, data, *LORA, change, "--ckpt_path=last"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["true", "selective"])
 def test_activation_checkpointing_does_not_change_the_update(run, policy, data, monkeypatch, kind):
     forward, calls = LlamaMLP.forward, []
     monkeypatch.setattr(LlamaMLP, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
     plain, once = fit(run, policy, data, "--data.batch_size=8"), len(calls)
     less = fit(run, policy, data, "--data.batch_size=8", f"--model.activation_checkpointing={kind}")
-    assert len(calls) - once > 1.4 * once  # it does compute again
-    for key, weight in load_file(plain / "policy" / "model.safetensors").items():
-        torch.testing.assert_close(
-            load_file(less / "policy" / "model.safetensors")[key], weight, atol=1e-6, rtol=0, msg=key
-        )
+    assert len(calls) - once > 1.4 * once  # activations are computed again
+    assert_close_weights(plain, less)
 
 
-def test_targets_that_no_layer_bears_are_refused(run, policy, data):
-    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", *QUIET, f"--model.policy={policy}"]
-    arguments += [f"--data.train={data}", "--model.lora.targets=[nowhere]"]
-    code, _, err = run(train.main, "fit", *arguments)
-    assert code == 2 and err.count("\n") == 1 and "model.lora.targets" in err
+def test_targets_that_fit_no_layer_are_rejected(run, policy, data):
+    rejected(run, "model.lora.targets", *fit_arguments(policy, data, "--model.lora.targets=[nowhere]"))

@@ -15,8 +15,8 @@ from topr.losses import (
     TOPR,
     PositivesOnly,
     advantage_share,
+    baseline_for_rewards,
     baseline_for_share,
-    baseline_from_rewards,
     effective_positive_share,
     rho,
 )
@@ -87,7 +87,7 @@ def autograd(loss, theta: np.ndarray, mu: np.ndarray, reward: np.ndarray) -> np.
     return gradient.numpy()
 
 
-def test_enumeration_is_complete():
+def test_the_enumerated_trajectories_have_probability_one():
     theta, mu, _ = setting()
     assert sum(math.exp(token_log_probs(mu, tau).sum()) for tau in trajectories()) == pytest.approx(1, abs=1e-12)
 
@@ -153,6 +153,7 @@ def test_topr_equals_reinforce_on_policy():
     )
 
 
+@pytest.mark.filterwarnings("ignore:no trajectory has a negative advantage")
 def test_topr_at_baseline_minus_one_gives_twice_the_gradient_of_positives_only():
     theta, mu, reward = setting()
     reward = np.where(reward > 0, 1.0, -1.0)
@@ -208,7 +209,7 @@ def test_rho_is_continuous_and_its_slope_is_the_truncated_ratio():
         assert (value.diff().abs() <= limit + 1e-12).all()
 
 
-def test_statistics_beside_the_loss():
+def test_statistics_report_log_ratio_weight_and_truncation():
     log_ratio_N = torch.tensor([0.5, 0.5, -3.0, -3.0, 25.0, -1.0])
     length_B, advantage_B = torch.tensor([2, 2, 1, 1]), torch.tensor([1.0, -1.0, -1.0, 1.0])
     topr = TOPR()(log_ratio_N, torch.zeros(6), length_B, advantage_B)
@@ -225,7 +226,7 @@ def test_share_and_baseline_invert_each_other():
         reward = np.array([1.0] * round(100 * p) + [-1.0] * round(100 * (1 - p)))
         share = effective_positive_share(p, c)
         assert advantage_share(reward - c) == pytest.approx(share, abs=1e-12)
-        assert baseline_from_rewards(reward, share) == pytest.approx(c, abs=1e-9)
+        assert baseline_for_rewards(reward, share) == pytest.approx(c, abs=1e-9)
     assert effective_positive_share(0.3, 0) == 0.3
 
 
@@ -237,25 +238,26 @@ def test_share_of_real_rewards_by_bisection():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "words", "correction"),
     [
-        ({"a_minus": 2.0}, "0 <= a <= b"),
-        ({"b_plus": 1e10}, "0 <= a <= b"),
-        ({"a_plus": -1.0}, "0 <= a <= b"),
-        ({"b_plus": math.nan}, "0 <= a <= b"),
-        ({"a_plus": math.inf, "b_plus": math.inf}, "0 <= a <= b"),
-        ({"baseline": 0.1, "positive_share": 0.2}, "both"),
-        ({"positive_share": 1.0}, "strictly between"),
-        ({"baseline": math.nan}, "finite"),
-        ({"ratio": "tokens"}, "choose one of"),
+        ({"a_minus": 2.0}, "0 <= a <= b", {"a_minus": 1.0}),
+        ({"b_plus": 1e10}, "0 <= a <= b", {"b_plus": math.inf}),
+        ({"a_plus": -1.0}, "0 <= a <= b", {"a_plus": 0.0}),
+        ({"b_plus": math.nan}, "0 <= a <= b", {"b_plus": 1.0}),
+        ({"a_plus": math.inf, "b_plus": math.inf}, "0 <= a <= b", {"a_plus": 1.0}),
+        ({"baseline": 0.1, "positive_share": 0.2}, "both", {"baseline": 0.0}),
+        ({"positive_share": 1.0}, "strictly between", {"positive_share": 0.99}),
+        ({"baseline": math.nan}, "finite", {"baseline": -0.5}),
+        ({"ratio": "tokens"}, "one of sequence", {"ratio": "token"}),
     ],
 )
-def test_bad_arguments_are_refused(arguments, words):
+def test_bad_arguments_are_rejected_and_corrected_ones_are_not(arguments, words, correction):
     with pytest.raises(InputError, match=words):
         TOPR(**arguments)
+    TOPR(**arguments | correction)
 
 
-def test_rewards_that_leave_nothing_to_learn():
+def test_rewards_without_a_signal_are_rejected_or_warned_about():
     ones, group = np.ones(4), np.zeros(4, dtype=int)
     with pytest.raises(InputError, match="every reward is 1"):
         TOPR(positive_share=0.2).advantages(ones, group)

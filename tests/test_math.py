@@ -1,4 +1,4 @@
-r"""The MATH task: which answers count as equal, hostile answers, and the process that compares."""
+r"""The MATH task: which answers count as equal, costly answers, and the process that compares."""
 
 import json
 import os
@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SHARED
 
+from topr.evaluation.metrics import maj_at_k
 from topr.io import InputError
-from topr.metrics import maj_at_k
-from topr.tasks import MATH, Grade, judge
+from topr.tasks import MATH, Grade, math
 from topr.tasks.equivalence import MEMORY
-from topr.tasks.math import EXAMPLES, INSTRUCTION, last_box, refused
+from topr.tasks.math import COSTLY, Judge, last_box
+from topr.tasks.task import PROMPTS
 
 MATH500 = SHARED / "math500.jsonl"
 HANGS = r"\left((999!)^{999}\right)^{999}"  # a number of seven million digits in twenty characters
+needs_math500 = pytest.mark.skipif(not MATH500.exists(), reason=f"needs MATH-500 at {MATH500}")
 
 
 def grade(answer: str, gold: str) -> Grade:
@@ -37,25 +39,29 @@ def pairs() -> list[tuple[str, str, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("gold", "answer", "equal"), pairs())
-def test_equal_answers_and_no_others_are_right(gold, answer, equal):
-    assert grade(answer, gold)[:2] == (1.0 if equal else -1.0, True)
-    assert grade(answer, gold).valid is not None
+def test_equal_answers_and_no_others_are_right():
+    found = pairs()
+    assert sum(equal for *_, equal in found) >= 220 and sum(not equal for *_, equal in found) >= 200
+    wrong = [(gold, answer) for gold, answer, equal in found if grade(answer, gold).reward != (1 if equal else -1)]
+    assert wrong == []
 
 
-def test_the_pairs_are_many_of_either_kind():
-    equal = [pair[2] for pair in pairs()]
-    assert len(equal) >= 300 and sum(equal) >= 150 and len(equal) - sum(equal) >= 120
-
-
-@pytest.mark.skipif(not MATH500.exists(), reason=f"needs MATH-500 at {MATH500}")
-def test_every_gold_of_math500_equals_itself_and_is_a_problem():
+@needs_math500
+def test_every_gold_of_math500_equals_itself_and_the_box_of_its_solution():
     problems = MATH().problems(MATH500)
-    assert len(problems) == 500 and problems[0].id == json.loads(MATH500.read_text().splitlines()[0])["unique_id"]
-    for problem in problems:
+    rows = [json.loads(line) for line in MATH500.read_text().splitlines()]
+    assert len(problems) == 500 and problems[0].id == rows[0]["unique_id"]
+    for problem, row in zip(problems, rows, strict=True):
         same = grade(problem.gold, problem.gold)
-        assert same.reward == 1 and not refused(same.answer), problem
-    neighbours = [(a.gold, b.gold) for a, b in zip(problems, problems[1:], strict=False) if a.gold != b.gold]
+        assert same.reward == 1 and not COSTLY.search(same.answer), problem
+        assert MATH().grade(row["solution"], problem.gold).reward == 1, problem
+
+
+@pytest.mark.slow
+@needs_math500
+def test_no_gold_of_math500_equals_the_next():
+    golds = [problem.gold for problem in MATH().problems(MATH500)]
+    neighbours = [pair for pair in zip(golds, golds[1:], strict=False) if pair[0] != pair[1]]
     assert [pair for pair in neighbours if grade(*pair).reward == 1] == [("5", "x=5")]
 
 
@@ -64,7 +70,6 @@ def test_every_gold_of_math500_equals_itself_and_is_a_problem():
     [
         (r"\boxed{5}", "5"),
         (r"\boxed{4} but in fact \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\fbox{5}", "5"),
         (r"\boxed{4}, \fbox{5}", "5"),
         (r"\boxed {5}", "5"),
         (r"the answer is $\boxed 5$.", "5"),
@@ -77,7 +82,6 @@ def test_every_gold_of_math500_equals_itself_and_is_a_problem():
         (r"\boxed{\text{a } b}} }", r"\text{a } b"),
         (r"\boxed{5", None),
         (r"\boxedx{5} boxed{5} {5}", None),
-        ("5", None),
         ("", None),
     ],
 )
@@ -85,12 +89,12 @@ def test_the_last_complete_box_holds_the_answer(text, box):
     assert last_box(text) == box
 
 
-@pytest.mark.parametrize("text", ["The answer is 5.", "$5$", r"\boxed{}", r"\boxed{ }", r"\boxed{5</think>", ""])
+@pytest.mark.parametrize("text", ["The answer is 5.", "$5$", r"\boxed{ }", r"\boxed{5</think>", ""])
 def test_without_a_box_a_response_is_invalid(text):
     assert MATH().grade(text, "5") == Grade(-1.0, False, None)
 
 
-def test_an_overlong_box_is_invalid():
+def test_a_box_of_more_than_400_characters_is_invalid():
     assert grade("0" * 400 + "5", "5") == Grade(-1.0, False, None)
     assert grade("0" * 399 + "5", "5").reward == 1
 
@@ -109,91 +113,121 @@ def test_answers_have_one_spelling():
     spellings = [r"\frac12", r"\dfrac{1}{2}", "1/2", r" \frac 1 2 ", r"$\frac{1}{2}$.", r"\tfrac12\text{ cm}"]
     assert {grade(spelling, "7").answer for spelling in spellings} == {r"\frac{1}{2}"}
     assert grade("10,080", "7").answer == grade(r"10\,080", "7").answer == "10080"
+    nested = [r"\frac{\sqrt3}3", r"\dfrac{\sqrt{3}}{3}", r"\frac { \sqrt 3 } 3"]
+    assert {grade(spelling, "7").answer for spelling in nested} == {r"\frac{\sqrt{3}}{3}"}
 
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        "9**9**9", "2**3", "a__b", "9^{9^{9^9}}", "9^{9^9}", "x^{x^{x^x}}", "9^{99999}",
-        r"\left(9^{9}\right)^{123456}", "1000000!",
-        "(9!)!", r"1000\%!", "9!!", r"\binom{1000000}{500000}", "{" * 150 + "5" + "}" * 150, "(" * 30 + "5" + ")" * 30,
-        r"\sqrt{" * 40 + "5" + "}" * 40, "٥", "５", r"\frac{٥}{1}",
-    ],
-)  # fmt: skip
+    ["9**9", "a__b", "9^{9^9}", "x^{x^{x^x}}", "9^{99999}", "1000000!", "(9!)!", r"\binom{1000000}{500000}", "٥"],
+)
 def test_costly_answers_are_wrong_without_being_computed(answer, monkeypatch):
-    monkeypatch.setattr(judge, "same", lambda *_: pytest.fail("it was computed"))
+    monkeypatch.setattr(Judge, "same", lambda *_: pytest.fail("it was computed"))
     assert grade(answer, "5")[:2] == (-1.0, True)
 
 
 @pytest.mark.parametrize("answer", ["2^{2^3}", "e^{x^2}", "100!", "2^{100}", r"\binom{20}{10}", "n!", "x^{n+1}"])
 def test_ordinary_powers_and_factorials_are_computed(answer):
-    assert not refused(answer)
+    assert not COSTLY.search(answer)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "9" * 10**6, "{" * 5000 + "5" + "}" * 5000, r"\boxed{" * 50_000, r"\sqrt{" * 5000 + "5" + "}" * 5000,
-        "5 " + "square " * 55 + "!", "5" + r"\text{a}" * 40 + "!", "5" + r"\text" * 70, r"\frac" * 79, " " * 390 + "!",
-        "+".join(["1"] * 199), "(x+1)" * 79, r"\sum_{k=1}^{9999999} \sin k", r"\prod_{k=1}^{99999} (x+k)",
-        "(x+y+z+w)^{9999}", HANGS, r"\int_0^1 e^{x^{x}} dx", r"\sqrt{" * 18 + "5" + "}" * 18, r"\binom{9999}{5000}",
-        "1," * 199 + "1", r"\pm" * 130, r"\gamma(1000000)", r"\tan(10^{9999})", r"2^{9999}+\sqrt{2}", "a" * 400,
+        "{" * 5000 + "5" + "}" * 5000, "{" * 150 + "6" + "}" * 150, "5 " + "square " * 55 + "!",
+        "5" + r"\text{a}" * 40 + "!", r"\frac" * 79, " " * 390 + "!", "1," * 199 + "1", r"\pm" * 130, "a" * 400,
     ],
 )  # fmt: skip
-def test_hostile_answers_cost_little_time_and_memory(text):
+def test_long_answers_cost_little_time(text):
     start = time.perf_counter()
     assert grade(text, "5").reward == -1
-    assert time.perf_counter() - start < 10
-    child = judge.judge.child
-    if child is not None and Path(f"/proc/{child.pid}/limits").exists():
-        limit = re.search(r"Max address space\s+(\d+)", Path(f"/proc/{child.pid}/limits").read_text())
-        assert not judge.judge.ready or int(limit[1]) == MEMORY
+    assert time.perf_counter() - start < 5
 
 
-def test_a_comparison_without_end_is_left_unjudged_and_the_next_is_judged(monkeypatch):
-    monkeypatch.setattr(judge, "SECONDS", 1)
-    judge._decided.cache_clear()
+@pytest.fixture
+def judge():
+    found = Judge()
+    yield found
+    if found.child:
+        found.child.kill()
+
+
+def test_a_comparison_without_end_is_left_ungraded_and_the_next_is_graded(judge, monkeypatch):
+    monkeypatch.setattr(math, "judge", judge)
+    assert grade("2+4", "6") == Grade(1.0, True, "6")
+    first = judge.child.pid
+    monkeypatch.setattr(math, "SECONDS", 1)
     unjudged = grade(HANGS, "6")
     assert (unjudged.reward, unjudged.valid) == (-1.0, None)
-    assert grade("2+4", "6") == Grade(1.0, True, "6")
+    assert grade("3+3", "6") == Grade(1.0, True, "6")
+    assert judge.child.pid != first
 
 
-def test_a_killed_child_is_replaced():
-    child = judge.Judge()
-    assert child.same("6", "1+5") is True
-    first = child.child.pid
+def test_a_failure_is_not_remembered_and_a_verdict_is(judge, monkeypatch):
+    monkeypatch.setattr(math, "SECONDS", 1)
+    with pytest.raises(TimeoutError):
+        judge.same("6", HANGS)
+    with pytest.raises(TimeoutError):
+        judge.same("6", HANGS)
+    assert judge.same("6", "1+5")
+    judge.child.kill()
+    judge.child.wait()
+    assert judge.same("6", "1+5") and judge.child.poll() is not None  # it was not asked again
+
+
+def test_a_child_that_was_killed_is_replaced(judge):
+    assert judge.same("6", "1+5")
+    first = judge.child.pid
     os.kill(first, signal.SIGKILL)
-    assert child.same("6", "2+5") is False and child.child.pid != first
-    # in the middle of a comparison: that one is tried once more
-    threading.Timer(0.5, lambda pid: os.kill(pid, signal.SIGKILL), [child.child.pid]).start()
-    assert child.same("6", HANGS) is None
-    assert child.same("6", "3+3") is True
-    child.stop()
+    judge.child.wait()
+    assert not judge.same("6", "2+5") and judge.child.pid != first
 
 
-def test_a_child_that_cannot_start_is_an_error(monkeypatch):
+def test_a_child_that_cannot_start_is_an_error(judge, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="math-verify"):
-        judge.Judge().same("6", "1+5")
+        judge.same("6", "1+5")
 
 
-def test_threads_get_their_own_answers():
+def test_threads_get_their_own_answers(judge):
     wrong = []
 
     def ask(offset: int):
-        wrong.extend(n for n in range(40) if judge.judge.same(str(n), f"{n - offset}+{5}") is not (offset == 5))
+        wrong.extend(n for n in range(20) if judge.same(str(n), f"{n - offset}+{5}") is not (offset == 5))
 
     threads = [threading.Thread(target=ask, args=[offset]) for offset in (5, 6, 5, 7)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert wrong == []
 
 
+def test_the_child_imports_neither_torch_nor_the_folder_s_files_and_has_a_bound_on_memory(judge, tmp_path, monkeypatch):
+    (tmp_path / "math.py").write_text("raise ImportError")
+    (tmp_path / "json.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    assert judge.same("6", "1+5")
+    process = Path(f"/proc/{judge.child.pid}")
+    if process.exists():
+        assert "torch" not in (process / "maps").read_text()
+        assert int(re.search(r"Max address space\s+(\d+)", (process / "limits").read_text())[1]) == MEMORY == 2**30
+
+
+@pytest.mark.slow
+def test_an_answer_that_fills_the_memory_is_left_ungraded(judge, monkeypatch):
+    monkeypatch.setattr(math, "SECONDS", 60)
+    with pytest.raises(TimeoutError):
+        judge.same("6", r"(x+y+z+w+v)^{999}")
+    assert judge.same("6", "3+3")
+
+
+@pytest.mark.slow
 def test_the_child_ends_with_its_parent_even_in_the_middle_of_a_comparison():
     program = (
-        "import threading, time; from topr.tasks import judge; judge.judge.same('1', '2-1')\n"
-        f"threading.Thread(target=judge.judge.same, args=['6', {HANGS!r}]).start()\n"
-        "print(judge.judge.child.pid, flush=True); time.sleep(60)"
+        "import threading, time; from topr.tasks.math import judge; judge.same('1', '2-1')\n"
+        f"threading.Thread(target=judge.same, args=['6', {HANGS!r}]).start()\n"
+        "print(judge.child.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
@@ -201,7 +235,7 @@ def test_the_child_ends_with_its_parent_even_in_the_middle_of_a_comparison():
     os.kill(child, 0)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + judge.SECONDS + 6
+    deadline = time.monotonic() + math.SECONDS + 6
     while time.monotonic() < deadline and _running(child):
         time.sleep(0.1)
     assert not _running(child)
@@ -214,16 +248,7 @@ def _running(pid: int) -> bool:
         return False
 
 
-def test_the_child_needs_no_folder_and_no_torch(tmp_path, monkeypatch):
-    (tmp_path / "math.py").write_text("raise ImportError")
-    (tmp_path / "json.py").write_text("raise ImportError")
-    monkeypatch.chdir(tmp_path)
-    child = judge.Judge()
-    assert child.same("6", "1+5") is True
-    assert "torch" not in Path(f"/proc/{child.child.pid}/maps").read_text()
-    child.stop()
-
-
+@pytest.mark.slow
 def test_a_thousand_ordinary_gradings_take_seconds():
     start = time.perf_counter()
     for n in range(2, 202):
@@ -241,13 +266,14 @@ def test_prompts_ask_for_a_box_and_examples_show_it():
 
     problem = MATH().problem({"problem": "What is $1+1$?", "answer": "2"}, 7)
     assert (problem.id, problem.gold) == ("7", "2")
+    instruction = r"Solve the problem step by step, then give the final answer in \boxed{}."
     text = MATH().prompt(problem, Tokenizer)
-    assert text.startswith(INSTRUCTION) and r"\boxed{}" in INSTRUCTION and text.endswith("$1+1$?\nAnswer:")
+    assert text.startswith(instruction + "\n\nQuestion: ") and text.endswith("$1+1$?\nAnswer:")
     assert text.count("Question:") == 5 and MATH.sampling.stop == ["\nQuestion:"]
-    golds = [last_box(answer) for _, answer in EXAMPLES]
+    golds = [last_box(example["answer"]) for example in PROMPTS["math"]["examples"]]
     assert golds == ["35", "[-3,4]", r"\frac{7}{36}", r"\frac{3\sqrt{10}}{5}"]
     Tokenizer.chat_template = "yes"
-    assert MATH().prompt(problem, Tokenizer)[0]["content"] == "What is $1+1$?\n\n" + INSTRUCTION
+    assert MATH().prompt(problem, Tokenizer)[0]["content"] == "What is $1+1$?\n\n" + instruction
 
 
 def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
@@ -259,7 +285,7 @@ def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     problems = MATH().problems(tmp_path / "train.jsonl")
     assert [(p.id, p.gold) for p in problems] == [("0", r"\frac{1}{2}"), ("test/b", "4")]
     (tmp_path / "bad.jsonl").write_text(json.dumps({"problem": "a", "solution": "5"}))
-    with pytest.raises(InputError, match="neither an answer nor a solution"):
+    with pytest.raises(InputError, match=r"bad.jsonl: MATH: row 0 has neither an answer nor a solution"):
         MATH().problems(tmp_path / "bad.jsonl")
 
 
@@ -268,16 +294,3 @@ def test_votes_are_for_values_not_for_spellings():
     assert maj_at_k([g.answer for g in grades], [g.reward > 0 for g in grades], 5) == 1
     grades = [MATH().grade(rf"\boxed{{5\text{{ {unit}}}}}", r"5\text{ cm}") for unit in ("cm", "m")]
     assert [g.reward for g in grades] == [1, -1] and grades[0].answer != grades[1].answer
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer", "equal"),
-    [
-        (r"90^\circ", r"\frac{\pi}{2}", True), (r"\frac{\pi}{6}", r"30^\circ", True),
-        (r"\frac{\pi}{6}", r"31^\circ", False), ("6", "six", True), ("6", r"\text{seven}", False),
-        (r"\text{(C)}", r"(C)\ 5", True), (r"\text{(C)}", r"(D)\ 5", False), ("5", "4 + 2 = 5", False),
-        ("5", "2 + 3 = 5", True), (r"\text{no solution}", r"\text{No solutions}", True),
-    ],
-)  # fmt: skip
-def test_further_pairs(gold, answer, equal):
-    assert (MATH().grade(rf"\boxed{{{answer}}}", gold).reward > 0) == equal

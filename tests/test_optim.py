@@ -42,7 +42,7 @@ def test_equals_torch_when_parameters_scale_the_rate():
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
 
 
-def test_state_is_factored_and_survives_a_checkpoint():
+def test_second_moments_are_factored_and_survive_a_checkpoint():
     weights = parameters()
     optimizer = Adafactor(weights, lr=1e-2)
     for weight in weights:
@@ -62,6 +62,19 @@ def test_state_is_factored_and_survives_a_checkpoint():
         assert torch.equal(mine, copy)
 
 
-def test_negative_settings_are_refused():
-    with pytest.raises(InputError, match="must not be negative"):
-        Adafactor(parameters(), lr=-1)
+def test_negative_settings_are_rejected():
+    for settings in ({"lr": -1}, {"weight_decay": -0.1}):
+        with pytest.raises(InputError, match="must not be negative"):
+            Adafactor(parameters(), **settings)
+    Adafactor(parameters(), lr=0, weight_decay=0)
+
+
+def test_the_learning_rate_is_absolute():
+    """The first step on gradients of one size moves every weight by the rate, however large the weights are."""
+    weights = [torch.nn.Parameter(torch.full((3, 4), size)) for size in (1e-3, 1.0, 1e3)]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 5.0)
+    Adafactor(weights, lr=0.25).step()
+    for weight, old in zip(weights, before, strict=True):
+        torch.testing.assert_close(old - weight, torch.full_like(weight, 0.25), rtol=1e-3, atol=1e-6)

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import evaluate
 import train
-from topr.policy import export_policy
+from topr.policy import Policy, export_policy
+from topr.policy.tokenizer import encode_prompt
 from topr.tasks import GSM8K
-from topr.tasks.imitation import imitate
-from topr.tokenizer import encode_prompt
-from topr.trajectories import main as trajectories_main
+from topr.tasks.arithmetic.imitation import imitate
 from topr.trajectories import read_trajectories
+from topr.trajectories.__main__ import main as trajectories_main
 
 SOLUTIONS = SHARED / "gsm8k_example_model_solutions.jsonl"
 pytestmark = pytest.mark.skipif(not SOLUTIONS.exists(), reason=f"needs the GSM8K solutions at {SOLUTIONS}")
@@ -42,14 +42,14 @@ def make_llama(folder, texts, hidden: int = 64, layers: int = 2):
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    export_policy(model, tokenizer, folder)
-    return model, tokenizer
+    policy = Policy(LlamaForCausalLM(config), tokenizer, str(folder))
+    export_policy(policy, folder)
+    return policy
 
 
 def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_path):
     questions = [json.loads(line) for line in (SHARED / "gsm8k_train.jsonl").read_text().splitlines()]
-    _, tokenizer = make_llama(tmp_path / "base", [row["question"] + "\n" + row["answer"] for row in questions])
+    tokenizer = make_llama(tmp_path / "base", [row["question"] + "\n" + row["answer"] for row in questions]).tokenizer
     rows = []
     for number, line in enumerate(SOLUTIONS.read_text().splitlines()[:60]):
         row = json.loads(line)
@@ -65,7 +65,7 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
     assert code == 0, err
     trajectories = read_trajectories(tmp_path / "gsm8k.parquet")
     correct = np.mean([row["reward"] for row in rows])
-    assert f"p = {correct:.3f}" in out and "240 of 60 prompts" in out
+    assert f"{correct:.1%}, effective share" in out and "240 of 60 prompts" in out
     for row, t in zip(rows, trajectories, strict=True):
         assert tokenizer.decode(t.response_ids[:-1]) == row["response"] and t.finished
         assert t.reward == (1 if row["reward"] else -1)
@@ -96,12 +96,13 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
         re.sub(r"<<.*?>>", "", row["answer"]).replace("\n#### ", " The answer is ").replace("\n", " ") for row in rows
     ]
     assert all(task.grade(s, task.problem(r, 0).gold).reward == 1 for s, r in zip(solutions, rows, strict=True))
-    model, tokenizer = make_llama(tmp_path / "base", [row["question"] + " " + row["answer"] for row in rows])
+    policy = make_llama(tmp_path / "base", [row["question"] + " " + row["answer"] for row in rows])
+    tokenizer = policy.tokenizer
     tokenizer.chat_template = CHAT
     prompts = [encode_prompt(task.prompt(task.problem(row, 0), tokenizer), tokenizer)[0] for row in rows]
     easy = [i for i in range(len(rows)) if len(rows[i]["question"]) < 110 and len(solutions[i]) < 130]
-    imitate(model, tokenizer, ((prompts[i], (solutions[i], True)) for i in cycle(easy)), steps=40)
-    export_policy(model, tokenizer, tmp_path / "base")
+    imitate(policy, ((prompts[i], solutions[i], True) for i in cycle(easy)), steps=40)
+    export_policy(policy, tmp_path / "base")
 
     (tmp_path / "train.jsonl").write_text("".join(lines[i] for i in easy[:8]))
     (tmp_path / "test.jsonl").write_text("".join((SHARED / "gsm8k_test.jsonl").read_text().splitlines(True)[:3]))

@@ -1,267 +1,585 @@
-"""The reproduction of the claims: its statistics, its jobs, one claim anew, and what is shipped."""
+"""The reproduction of the claims: intervals, criteria, cached jobs, the command, and what is shipped."""
 
+import fcntl
 import json
-import math
-import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import ROOT
 
-from topr import experiments, reproduce
-from topr.claims import CLAIMS, other_peak
-from topr.figures import COLOURS, draw
-from topr.io import InputError
-from topr.laboratory import Job, Laboratory
-from topr.study import METHODS, STUDENT, above, below, over_seeds, verdict
+import topr.reproduce.__main__ as command
+from topr.evaluation.report import cell, is_summary
+from topr.io import DivergedError, InputError
+from topr.reproduce import applications, experiments, methods
+from topr.reproduce.experiments import DIVERGED, Experiment
+from topr.reproduce.jobs import JobCache, code_digest
+from topr.reproduce.settings import BASE, SETTINGS, SHIPPED, Setting
+from topr.reproduce.study import METRICS, START, Study, above, below, best, differences, over_seeds, verdict
 
-SHIPPED = ROOT / "data" / "claims" / "standard" / "claims.json"
-
-
-def test_intervals_over_seeds_are_students():
-    found = over_seeds([1.0, 2.0, 3.0, 4.0, 5.0])
-    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
-    assert found["mean"] == 3 and found["values"] == [1, 2, 3, 4, 5]
-    assert found["interval"] == pytest.approx([3 - half, 3 + half], abs=1e-4)
-    assert over_seeds([0.5])["interval"] is None
-    assert below(over_seeds([0.5]), 1) is None and above(over_seeds([0.5]), 0) is None
-    # coverage: of 95% intervals of normal samples, 95% hold the mean
-    rng = np.random.default_rng(0)
-    for n in (2, 3, 5, 8):
-        held = [
-            low <= 0 <= high for low, high in (over_seeds(list(rng.normal(size=n)))["interval"] for _ in range(4000))
-        ]
-        assert np.mean(held) == pytest.approx(0.95, abs=0.015), n
-    assert sorted(STUDENT, reverse=True) == STUDENT
-    for n, quantile in ((12, 2.20099), (16, 2.13145), (30, 2.04523)):  # beyond the table
-        low, high = over_seeds(list(values := rng.normal(size=n)))["interval"]
-        assert (high - low) / 2 == pytest.approx(quantile * values.std(ddof=1) / math.sqrt(n), rel=1e-3)
+CLAIMS = ROOT / "data" / "claims"
 
 
-def test_a_verdict_needs_every_part_of_its_criterion():
-    told = {(True, True): "yes", (True, False): "in part", (False, None): "no", (True, None): "undecided"}
-    for checks, holds in told.items():
-        found = verdict(dict(zip("ab", checks, strict=True)))
-        assert found["holds"] == holds
-        assert found["parts"]["a"] == {True: "yes", False: "no"}[checks[0]]
+# intervals and verdicts
+
+
+@pytest.mark.parametrize(("n", "quantile"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (12, 2.20099)])
+def test_intervals_over_seeds_are_students_at_95_per_cent(n, quantile):
+    values = np.random.default_rng(n).normal(size=n)
+    found = over_seeds(values)
+    half = quantile * values.std(ddof=1) / np.sqrt(n)
+    assert found["mean"] == pytest.approx(values.mean(), abs=1e-5)
+    assert found["interval"] == pytest.approx([values.mean() - half, values.mean() + half], abs=1e-4)
+    assert found["values"] == pytest.approx(values, abs=1e-5)
+
+
+def test_equal_values_have_an_interval_of_no_width():
+    assert over_seeds([0.5, 0.5, 0.5])["interval"] == [0.5, 0.5]
+
+
+def test_an_interval_that_contains_the_bound_decides_nothing():
     summary = over_seeds([-0.2, -0.21, -0.19])
     assert below(summary) is True and above(summary) is False
     assert below(summary, -0.3) is False and above(summary, -0.3) is True
     assert below(summary, -0.2) is None and above(summary, -0.2) is None
 
 
-@pytest.fixture
-def job() -> Job:
-    return Job(experiments.base, "base policy", {"regime": "standard", "seed": 3, "scale": {"samples": 2}})
-
-
-def test_a_job_is_known_by_what_it_does_and_done_once(tmp_path, job, capfd):
-    assert job.digest == job._replace(label="another word").digest
-    assert job.digest != job._replace(arguments=job.arguments | {"seed": 4}).digest
-    lab = Laboratory(tmp_path, 1)
-    first = lab.run([job])
-    kept = tmp_path / "jobs" / f"{job.digest}.json"
-    written = kept.stat().st_mtime_ns
-    assert lab.run([job, job]) == [*first, *first] and kept.stat().st_mtime_ns == written
-    with pytest.raises(InputError, match="another command is at work"):
-        Laboratory(tmp_path, 1)
-    lab.close()
-    assert capfd.readouterr().out.count("base policy") == 1
-    assert not list((tmp_path / "work").iterdir()) and (tmp_path / "bases" / "standard-3" / "train.parquet").exists()
-
-
-def test_a_study_that_was_killed_goes_on_where_it_stood(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "topr.reproduce",
-        "--quick",
-        "--claims",
-        "1",
-        "--workers",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    kept = tmp_path / "quick" / "kept"
-    while len(list(kept.glob("jobs/*.json"))) < 2 and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = {path: path.stat().st_mtime_ns for path in kept.glob("jobs/*.json")}
-    assert len(done) >= 2
-    deadline = time.monotonic() + 20  # its worker ends with it
-    while (left := workers_of(kept)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
-    lab, rows = Laboratory(kept, 1), [json.loads(path.read_text()) for path in done]
-    lab.run(Job(getattr(experiments, row["function"]), row["label"], row["arguments"]) for row in rows)
-    lab.close()
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-
-
-def test_a_training_that_diverges_is_a_result(tmp_path, monkeypatch):
-    lab = tmp_path / "lab"
-    monkeypatch.setitem(
-        experiments.REGIMES, "standard", experiments.REGIMES["standard"]._replace(optimizer=torch.optim.SGD)
-    )
-    common = {"regime": "standard", "seed": 1}
-    experiments.base(lab, tmp_path, **common, scale={"samples": 1})
-    how = common | {"loss": ["IS", {}], "rate": 1e30, "split": "val", "samples": 2, "points": 2}
-    found = experiments.train(lab, tmp_path, **how)
-    json.dumps(found, allow_nan=False)
-    assert len(found["curve"]) == 3 and found["curve"][0]["pass@1"] > 0.1 and found["curve"][-1]["pass@1"] == 0
-    assert found["steps"] < 8 and [point["step"] for point in found["curve"]] == [0, 4, 8]
-    assert found["diverged"] and np.mean(found["result"]["pass@1"]) == 0 and len(found["result"]["pass@1"]) == 200
-    assert np.mean(found["result"]["invalid"]) == 1
-    how |= {"share": [0.3, 300], "epochs": 2, "samples": 1}
-    for rate in (1e-6, 1e30):
-        curve = experiments.train(lab, tmp_path, **how | {"rate": rate})["curve"]
-        # five updates an epoch: the last of the evenly spaced validations is after the ninth
-        assert [point["step"] for point in curve] == [0, 2, 4, 7, 9, 10]
-        assert all(point["pass@1"] > 0.1 for point in curve) == (rate < 1)
-    chain = common | {"way": "uniform", "rate": 1e30, "count": 2, "prompts": 20, "budget": 8, "pool": 8}
-    found = experiments.iterations(lab, tmp_path, **chain, split="val", samples=2)
-    assert len(found["results"]) == 3 and len(found["shares"]) == 2 and np.mean(found["result"]["invalid"]) == 1
-
-
-def workers_of(folder) -> list[str]:
-    """Processes whose environment names a study's cache."""
-    found = []
-    for process in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{process}/environ", "rb") as file:
-                environment = file.read()
-        except OSError:
-            continue
-        if f"HF_DATASETS_CACHE={folder}/cache".encode() in environment and int(process) != os.getpid():
-            found.append(process)
-    return found
-
-
-def is_summary(value) -> bool:
-    return set(value) == {"mean", "interval", "values"} and len(value["values"]) >= 2
-
-
-def check_schema(found: dict) -> None:
-    assert {"command", "commit", "measured_at", "hardware", "versions", "cpu_minutes", "claims"} <= set(found)
-    for claim in found["claims"]:
-        assert claim["statement"] == CLAIMS[claim["claim"]].__doc__.splitlines()[0].rstrip(".")
-        assert claim["holds"] in ("yes", "in part", "undecided", "no") and claim["paper"]
-        assert len(claim["parts"]) >= 2 and set(claim["parts"].values()) <= {"yes", "no", "undecided"}
-        assert claim["settings"]["seeds"] == claim["seeds"]
-        for table in (claim["measured"], claim["differences"]):
-            assert table
-            for row in table.values():
-                assert all(is_summary(value) if isinstance(value, dict) else 0 <= value <= 1 for value in row.values())
-        for row in claim["differences"].values():
-            assert all(len(value["values"]) == len(claim["seeds"]) for value in row.values() if "pass@1" in row)
-
-
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "data" / "claims").glob("*/claims.json")), ids=lambda path: path.parts[-2]
-)
-def test_the_shipped_claims_have_the_schema_and_their_figures(path):
-    found = json.loads(path.read_text())
-    check_schema(found)
-    assert [claim["claim"] for claim in found["claims"]] == experiments.REGIMES[path.parent.name].claims
-    text = (path.parent / "claims.md").read_text()
-    for claim in found["claims"]:
-        assert (path.parent / f"claim_{claim['claim']}.png").stat().st_size > 5000
-        assert f"{claim['claim']}. {claim['statement']} | {claim['paper']} | **{claim['holds']}**" in text
-    assert text == reproduce.markdown(found)
-
-
-@pytest.mark.skipif(not SHIPPED.exists(), reason="no claims are shipped")
-def test_one_claim_anew_agrees_with_what_is_shipped(tmp_path):
-    """TOPR and REINFORCE from the shipped base policy: their gap lies where a further seed's should."""
-    claim = json.loads(SHIPPED.read_text())["claims"][0]
-    rate = max(claim["settings"]["validation"]["TOPR"].items(), key=lambda pair: pair[1])[0]
-    lab, common = Laboratory(tmp_path, 1), {"regime": "standard", "seed": 9}
-    lab.run([Job(experiments.base, "", common | {"scale": {"samples": 16}})])
-    how = common | {"rate": float(rate), "split": "test", "samples": 4}
-    jobs = [Job(experiments.train, name, how | {"loss": [name, {}]}) for name in ("TOPR", "REINFORCE")]
-    topr, reinforce = (np.mean(found["result"]["pass@1"]) for found in lab.run(jobs))
-    lab.close()
-    measured = claim["measured"]
-    for name, again in (("TOPR", topr), ("REINFORCE, TOPR's rate", reinforce)):
-        values = measured[name]["pass@1"]["values"]
-        wide = STUDENT[len(values) - 2] * max(np.std(values, ddof=1), 0.01) * math.sqrt(1 + 1 / len(values))
-        assert abs(again - np.mean(values)) <= wide, name
-
-
-def test_a_quick_claim_writes_its_report_and_figure(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(reproduce, "QUICK", reproduce.QUICK | {"scale": {"samples": 1}, "samples": 1, "total": 100})
-    code, out, err = run(
-        reproduce.main, "--quick", "--claims", "6", "--seeds", "2", "--workers", "2", "--out", tmp_path / "claims"
-    )
-    assert code == 0, err
-    found = json.loads((tmp_path / "claims" / "quick" / "standard" / "claims.json").read_text())
-    check_schema(found)
-    assert [claim["claim"] for claim in found["claims"]] == [6] and found["claims"][0]["seeds"] == [1, 2]
-    assert (tmp_path / "claims" / "quick" / "standard" / "claim_6.png").exists() and "claim 6 holds:" in out
-    assert (tmp_path / "claims" / "quick" / "standard" / "claims.md").read_text() == reproduce.markdown(found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("parts", "holds"),
     [
-        (["--claims", "1,9"], "--claims names 9"),
-        (["--claims", "one"], "no list of numbers"),
-        (["--claims", ""], "no list of numbers"),
-        (["--regime", "strong", "--claims", "1,2"], "--claims names 2; choose from 1, 4, 5, 6, 7"),
-        (["--regime", "strong", "--claims", "6", "--quick", "--workers", "1"], "ships no trajectories"),
-        (["--seeds", "1"], "--seeds is 1"),
-        (["--workers", "0"], "--workers is 0"),
+        ([True, True], "yes"), ([True, None], "undecided"), ([None, None], "undecided"),
+        ([True, False], "in part"), ([False, None], "no"), ([False, True, None], "in part"),
     ],
-)
-def test_bad_arguments_get_a_sentence(run, arguments, words):
-    code, _, err = run(reproduce.main, *arguments)
-    assert code == 2 and words in err and err.count("\n") == 1
+)  # fmt: skip
+def test_a_verdict_needs_every_part_of_its_criterion(parts, holds):
+    assert verdict(dict(enumerate(parts))) == holds
+
+
+def test_differences_are_paired_by_seed():
+    runs = {
+        name: [{"result": {metric: [value, value + 0.2] for metric in METRICS}} for value in values]
+        for name, values in (("a", [0.1, 0.5, 0.3]), ("b", [0.0, 0.4, 0.2]))
+    }
+    assert differences(runs, ("a", "b"))["a minus b"]["maj"]["interval"] == pytest.approx([0.1, 0.1], abs=1e-5)
 
 
 def test_a_peak_of_noise_is_no_rise():
     """Flat curves with noise do not rise to a peak, whatever their number of points."""
     rng = np.random.default_rng(0)
     curves = [list(0.3 + 0.02 * rng.normal(size=11)) for _ in range(400)]
-    rises = [curve[other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
+    rises = [curve[methods.other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
     assert abs(np.mean(rises)) < 0.004 < np.mean([max(curve) - curve[0] for curve in curves])
-    assert other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and other_peak([[0, 1, 0]], 0) == 1
+    assert methods.other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and methods.other_peak([[0, 1, 0]], 0) == 1
 
 
-def test_results_of_other_settings_are_refused(tmp_path):
-    lab = Laboratory(tmp_path, 1)
-    settings = experiments.REGIMES["standard"].settings | {"scale": {"samples": 2}}
-    lab.agree("standard", settings)
-    lab.agree("standard", settings)
-    lab.agree("strong", settings | {"batch_size": 1})
-    with pytest.raises(InputError, match="other settings of standard"):
-        lab.agree("standard", settings | {"scale": {"samples": 3}})
-    lab.close()
+# the claims' criteria, on results made up
 
 
-def test_figures_bear_batches_without_a_sign_and_runs_that_diverged(tmp_path):
-    def run(points: int, updates: int, diverged: bool = False) -> dict:
-        logged = {
-            f"weight/{sign}_truncated": [0.2] * (updates - i) for i, sign in enumerate(("positives", "negatives"))
-        }
-        curve = [{"step": i * updates // points, "pass@1": 0.3, "invalid": 0.2} for i in range(points + 1)]
-        ratios = None if diverged else {sign: [1] * (len(experiments.BINS) - 1) for sign in ("positives", "negatives")}
-        return {"curve": curve, "logged": logged, "ratios": ratios, "steps": updates}
+class Results:
+    """Stands for a job cache: each result is made up by `make(experiment, arguments, seed)`."""
 
-    runs = [run(10, 40), run(11, 37, diverged=True)]
-    grid = dict.fromkeys(METHODS, {1e-4: 0.5, 1e-3: 0.4})
-    bases = [{"positive_share": 0.3}] * 2
-    study = SimpleNamespace(seeds=[1, 2], bases=bases, ends=dict.fromkeys(COLOURS, runs), grid=grid)
-    row = {metric: over_seeds([0.1, 0.2]) for metric in ("pass@1", "maj", "invalid")}
-    claim = {"holds": "in part", "measured": {"before training": row} | dict.fromkeys(METHODS, row)}
-    for number in (1, 2, 3):
-        draw(number, study, claim, tmp_path / f"{number}.png")
-        assert (tmp_path / f"{number}.png").stat().st_size > 5000
+    def __init__(self, make):
+        self.make, self.asked = make, []
+
+    def run(self, experiment, runs, seeds):
+        self.asked += [(experiment.__name__, label, run, seed) for label, run in runs.items() for seed in seeds]
+        return {label: [self.make(experiment.__name__, run, seed) for seed in seeds] for label, run in runs.items()}
+
+    def provenance(self):
+        return {"commit": "abc", "measured_at": "abc", "cpu_minutes": 1}
+
+
+def scores(value: float, invalid: float = 0.1, seed: int = 0) -> dict[str, list[float]]:
+    """Four problems of all difficulties, seeds a little apart."""
+    solved = [value + 0.001 * seed + apart for apart in (-0.1, 0.1, 0.25, -0.25)]
+    return {"pass@1": solved, "maj": [value + 0.1] * 4, "invalid": [invalid] * 4}
+
+
+def fitted(experiment, run, seed):
+    """TOPR gains most, at 3e-4, REINFORCE collapses in a second epoch or at a high rate, the others gain a little."""
+    name = run["loss"] and run["loss"][0] if experiment == "train" else None
+    if name is None:
+        end = scores(0.3, 0.4, seed)
+    elif name == "REINFORCE" and (run.get("epochs") == 2 or run["rate"] > 1e-4):
+        end = scores(0.01, 0.8, seed)
+    else:
+        end = scores({"TOPR": 0.7, "PositivesOnly": 0.5}.get(name, 0.35) - abs(run["rate"] - 3e-4), 0.1, seed)
+    curve = [{"pass@1": 0.3, "invalid": 0.4}, {"pass@1": 0.4 + 0.001 * seed, "invalid": 0.3}]
+    curve.append({"pass@1": np.mean(end["pass@1"]), "invalid": end["invalid"][0]})
+    logged = {"weight/positives_truncated": [0.0] * 8 + [0.2, 0.4], "weight/negatives_truncated": [0.0] * 9 + [1.0]}
+    return {"result": end, "curve": curve, "logged": logged, "steps": 10, "positive_share": 0.25}
+
+
+def study(make=fitted, **changes) -> Study:
+    return Study(Results(make), replace(Setting(), **changes), [1, 2, 3])
+
+
+def test_each_method_is_measured_at_its_own_best_rate():
+    of = study(rates=(1e-4, 3e-4, 1e-3))
+    runs, grid = of.method_runs, of.grid
+    assert best(grid["TOPR"]) == 3e-4 and best(grid["REINFORCE"]) == 1e-4
+    assert best({1e-4: 0.2, 3e-4: 0.9, 1e-3: 0.5}) == 3e-4
+    asked = {label: run for name, label, run, _ in of.cache.asked if name == "train" and "points" in run}
+    assert asked["TOPR"] == {"loss": ["TOPR", {}], "rate": 3e-4, "points": 8, "split": "test", "samples": 16}
+    assert asked["REINFORCE, two epochs"]["epochs"] == 2 and asked["REINFORCE, two epochs"]["rate"] == 1e-4
+    assert asked["REINFORCE, TOPR's rate"]["rate"] == 3e-4 and list(runs) == [START, *asked]
+    tuned = [(run, seed) for _, label, run, seed in of.cache.asked if label.startswith("grid")]
+    assert all(run["split"] == "val" for run, _ in tuned) and {seed for _, seed in tuned} == {1, 2}
+    budget = study(budget=8).trainings["TOPR"]
+    assert budget == {"curation": {"way": "uniform", "budget": 8}, "loss": ["TOPR", {}]}
+
+
+def test_claim_1_is_a_rise_and_a_collapse():
+    claim = methods.collapse(study())
+    assert verdict(claim.parts) == "yes" and len(claim.parts) == 4
+    row = claim.measured["REINFORCE, two epochs, on validation"]
+    assert row["rise to its peak"]["mean"] == pytest.approx(0.102) and row["fall from its peak"]["mean"] < -0.3
+    steady = methods.collapse(study(lambda *of: fitted(*of) | {"result": scores(0.5, seed=of[2])}))
+    assert verdict(steady.parts) == "in part" and steady.parts["with most responses invalid"] is False
+
+
+def test_claim_2_weighs_the_lost_gradient_by_the_signs_shares():
+    claim = methods.clipping(study())
+    # the last fifth of ten updates: positives .3, negatives .5
+    assert claim.measured["PPO"]["without gradient"]["mean"] == pytest.approx(0.25 * 0.3 + 0.75 * 0.5)
+    assert claim.parts["at the end of PPO, most of the data has no gradient"] is False
+    assert claim.parts["PPO gains less than half of what TOPR gains"] is True
+    gain = claim.differences["PPO: gain minus half of TOPR's"]["pass@1"]["mean"]
+    assert gain == pytest.approx((0.35 - 0.3) - (0.7 - 0.3) / 2, abs=1e-3)
+
+
+def test_claim_3_halves_invalid_responses_and_compares_every_pair():
+    claim = methods.comparison(study())
+    assert claim.parts["TOPR more than halves the share of invalid responses"] is True
+    assert claim.parts["DPO does not"] is False and len(claim.differences) == 6 + 15 + 6
+    assert claim.differences["TOPR: invalid minus half of the start's"]["invalid"]["mean"] == pytest.approx(-0.1)
+
+
+def test_claim_4_splits_problems_by_how_often_the_base_policy_is_right():
+    solved = [0.25, 0.5, 0.75, 0.1]
+    gains = {"TOPR": [0.9, 0.6, 0.5, 0.7], "PositivesOnly": [0.5, 0.5, 0.5, 0.5]}
+
+    def make(experiment, run, seed):
+        name = run["loss"] and run["loss"][0] if experiment == "train" else None
+        values = np.add(gains.get(name, solved), 0.001 * seed * (name == "TOPR"))
+        return fitted(experiment, run, seed) | {"result": scores(0.1) | {"pass@1": values.tolist()}}
+
+    claim = methods.positives_only(study(make))
+    rescued = claim.differences["TOPR minus positives only, by how often the base policy is right"]
+    means = [rescued[name]["mean"] for name in ("up to a quarter", "up to a half", "more than half")]
+    assert means == pytest.approx([0.3 + 0.002, 0.1 + 0.002, 0.002])
+    assert claim.parts["positives only ends below TOPR in pass@1"] is True
+    assert claim.parts["negatives help most where the base policy is right in up to a quarter"] is True
+
+
+@pytest.mark.parametrize(
+    ("values", "answers"),
+    [
+        ({0.05: 0.2, 0.15: 0.5, 0.5: 0.4, 0.9: 0.3}, [True, True]),
+        ({0.05: 0.6, 0.15: 0.5, 0.5: 0.4, 0.9: 0.3}, [False, True]),
+        ({0.05: 0.2, 0.15: 0.5, 0.5: 0.6, 0.9: 0.7}, [False, False]),
+        ({0.05: 0.2, 0.15: 0.5, 0.5: 0.5, 0.9: 0.5}, [None, None]),
+    ],
+)
+def test_claim_5_needs_15_per_cent_to_beat_both(values, answers):
+    def make(experiment, run, seed):
+        share = run["loss"][1]["positive_share"] if run.get("loss") else 0.5
+        small = run.get("rate") == 1e-5
+        return {"result": scores(values[share] + 0.01 * np.sin(7 * seed + 9 * share) - 0.2 * small)}
+
+    claim = applications.effective_share(study(make, shares=tuple(values), small_rate=1e-5))
+    assert list(claim.parts.values()) == 4 * answers
+    low, high = (claim.measured[f"data with 10% positives{small} at effective share 15%"]["pass@1"]["mean"]
+                 for small in (", rate 1e-05,", ""))  # fmt: skip
+    assert high - low == pytest.approx(0.2)
+
+
+def test_claim_6_compares_at_the_best_and_at_the_largest_rate():
+    def make(experiment, run, seed):
+        if not run.get("loss"):
+            return {"result": scores(0.3, 0.2, seed)}
+        loose, sampling = run["loss"][1]["b_minus"] == 100, run["loss"][1]["a_plus"] == 0
+        broken = run["rate"] == 1e-3 and loose and sampling
+        return {"result": scores(0.05 if broken else 0.6 - run["rate"], 0.6 if broken else 0.1, seed)}
+
+    claim = applications.loose_clipping(study(make, rates=(1e-4, 1e-3)))
+    at_best, at_largest = list(claim.parts.values())[:4], list(claim.parts.values())[4:]
+    assert at_best == [False, False, True, None] and at_largest == [True, True, True, True]
+    assert "at TOPR's own rate, 0.0001" in list(claim.parts)[0] and "at the largest, 0.001" in list(claim.parts)[4]
+
+
+def test_claim_7_compares_chains_iteration_by_iteration():
+    def make(experiment, run, seed):
+        step = 0.1 if run.get("way") == "uniform" else 0.05
+        ends = [scores(0.3 + step * i, seed=seed) for i in range(5)]
+        end = scores(0.5 - run.get("rate", 0) * (1 if run.get("way") == "uniform" else -1))
+        return {"results": ends, "result": end, "shares": [0.1 * i for i in range(4)], "updates": [seed] * 4}
+
+    claim = applications.iterations(study(make, rates=(1e-4, 1e-3)))
+    assert list(claim.parts.values()) == [True, True, True, False, False]
+    gap = claim.differences["Anna Karenina at iteration 4 minus uniform at iteration 4"]["pass@1"]["mean"]
+    assert gap == pytest.approx(-0.2) and claim.updates["uniform"] == [4, 8, 12]
+    assert claim.measured["positives, uniform"]["iteration 4"]["mean"] == pytest.approx(0.3)
+
+
+def test_claim_8_compares_the_weighted_vote_with_the_majority():
+    def make(experiment, run, seed):
+        if experiment != "verify":
+            return fitted(experiment, run, seed)
+        votes = {"maj@4": [0.4], "maj@8": [0.5 + 0.01 * seed], "weighted@4": [0.4]}
+        before = {"accuracy": 0.5, "invalid": 0.2, "weighted@8": [0.45]} | votes
+        return {"before": before, "after": before | {"accuracy": 0.7, "invalid": 0.01, "weighted@8": [0.6, 0.8]}}
+
+    claim = applications.verifier(study(make))
+    assert verdict(claim.parts) == "yes"
+    assert claim.differences["after: weighted minus majority"]["@8"]["mean"] == pytest.approx(0.7 - 0.52)
+    assert claim.differences["after minus before"]["accuracy"]["mean"] == pytest.approx(0.2)
+
+
+def test_rows_with_a_place_in_their_label_are_points_of_a_series():
+    rows = {"IS, clip 1 at rate 0.1": {"a": 1}, "IS, clip 1 at rate 0.2": {"a": 2}, START: {"a": 0}}
+    assert command.series(rows) == {"IS, clip 1": {"0.1": {"a": 1}, "0.2": {"a": 2}}, START: {"": {"a": 0}}}
+
+
+# the jobs
+
+
+def make_base(experiment, stages, batch_size, problems, samples):
+    experiment.folder.mkdir(parents=True)
+    return {"message": f"{problems['train']} problems"}
+
+
+def job(experiment, value=1, fail=False):
+    """An experiment that notes its calls beside the base policies."""
+    calls = experiment.folder.parent
+    assert experiment.folder.exists()
+    with (calls / "calls").open("a") as file:
+        file.write(f"{experiment.seed}")
+    (experiment.scratch / "file").write_text("")
+    print("not shown")
+    if fail and not (calls / "fixed").exists():
+        raise InputError("too bad")
+    return {"value": value, "message": f"value {value}"}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Makes job caches one after another under one folder; base policies are empty folders."""
+    monkeypatch.setattr(Experiment, "make_base", make_base)
+    made = []
+
+    def make(setting=SETTINGS["standard"], out=tmp_path) -> JobCache:
+        for other in made:
+            other.lock.close()  # as if its command had ended
+        made.append(JobCache(out, 1, setting))
+        return made[-1]
+
+    return make
+
+
+def test_a_job_is_done_once_and_known_by_its_arguments_and_seed(cache, capsys):
+    jobs = cache()
+    found = jobs.run(job, {"a": {"value": 1}, "b": {"value": 2}, "c": {"value": 1}}, [1, 2])
+    assert [result["value"] for result in found["b"]] == [2, 2] and found["a"] == found["c"]
+    shown = capsys.readouterr().out
+    assert "[4/4] b, seed 2: value 2 (0 s)" in shown and "not shown" not in shown
+    assert shown.index("[2/2] base policy, seed 2: 500 problems") < shown.index("[1/4]")
+    assert (calls := jobs.folder / "bases" / "calls").read_text() == "1212"
+    again = cache().run(job, {"another label": {"value": 2}, "new": {"value": 3}}, [2])
+    assert again["another label"][0] == found["b"][1] and calls.read_text() == "12122"
+    assert capsys.readouterr().out.count("\n") == 1
+    assert not list((jobs.folder / "scratch").iterdir())
+
+
+def test_other_settings_have_other_results(cache):
+    one = cache()
+    one.run(job, {"a": {}}, [1])
+    few = cache(replace(SETTINGS["standard"], base=BASE | {"samples": 2}))
+    assert few.folder != one.folder and cache(SETTINGS["strong"]).folder != one.folder
+    assert cache(replace(SETTINGS["standard"], samples=3, rates=(1.0,))).folder == one.folder  # arguments of the jobs
+
+
+def test_a_command_that_fails_resumes_at_the_missing_jobs(cache):
+    jobs = cache()
+    runs = {"a": {"value": 1}, "b": {"fail": True}, "c": {"value": 3}}
+    with pytest.raises(InputError, match="b, seed 1: too bad"):
+        jobs.run(job, runs, [1])
+    (jobs.folder / "scratch" / "left by a kill").mkdir()
+    (jobs.folder / "bases" / "fixed").touch()
+    resumed = cache()
+    assert [len(found) for found in resumed.run(job, runs, [1]).values()] == [1, 1, 1]
+    assert (jobs.folder / "bases" / "calls").read_text() == "11" + "11"  # a, b that failed; b, c
+    assert not list((resumed.folder / "scratch").iterdir())
+
+
+def test_two_commands_do_not_share_a_folder(cache, tmp_path):
+    jobs = cache()
+    with pytest.raises(InputError, match="another command is running"):
+        JobCache(tmp_path, 1, Setting())
+    fcntl.flock(jobs.lock, fcntl.LOCK_UN)
+    JobCache(tmp_path, 1, Setting())
+
+
+def test_the_report_names_the_commits_and_cpu_time_of_what_was_used(cache):
+    jobs = cache()
+    jobs.run(job, {"a": {"value": 1}, "b": {"value": 2}}, [1])
+    for i, file in enumerate(sorted((jobs.folder / "results").glob("*.json"))):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"commit": f"c{i}", "cpu_s": 80.0}))
+    later = cache()
+    later.run(job, {"a": {"value": 1}, "b": {"value": 2}, "again": {"value": 1}}, [1])
+    assert later.provenance()["measured_at"] == "c0, c1, c2" and later.provenance()["cpu_minutes"] == 4
+
+
+def test_results_depend_on_the_code_that_computes_them_alone(tmp_path):
+    package = tmp_path / "topr"
+    (package / "losses").mkdir(parents=True)
+    (package / "reproduce").mkdir()
+    (package / "evaluation").mkdir()
+    source = package / "losses" / "topr.py"
+    source.write_text('"""Loss."""\n\n\ndef loss(x):\n    """Of x."""\n    return 2 * x\n')
+    (package / "reproduce" / "experiments.py").write_text("POINTS = 2\n")
+    before = code_digest.__wrapped__(package)
+    assert before == code_digest.__wrapped__(package)
+    source.write_text('"""The loss."""\n\ndef loss(x):  # of x\n    """Of x, doubled."""\n    return (2 * x)\n')
+    (package / "reproduce" / "__main__.py").write_text("print(1)\n")
+    (package / "reproduce" / "methods.py").write_text("print(1)\n")
+    (package / "evaluation" / "report.py").write_text("print(1)\n")
+    assert code_digest.__wrapped__(package) == before
+    source.write_text(source.read_text().replace("2 *", "3 *"))
+    changed = code_digest.__wrapped__(package)
+    (package / "reproduce" / "experiments.py").write_text("POINTS = 3\n")
+    assert len({before, changed, code_digest.__wrapped__(package)}) == 3
+
+
+# the experiments
+
+
+@pytest.fixture
+def experiment(tmp_path) -> Experiment:
+    """Experiments with the shipped base policy and data, and few problems to measure on."""
+    folder = tmp_path / "base"
+    shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("strong", "verifier"))
+    for split in ("val", "test"):
+        file = folder / f"{split}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
+    found = Experiment(folder, SETTINGS["standard"], 1)
+    found.scratch = tmp_path / "scratch"
+    found.scratch.mkdir()
+    return found
+
+
+def test_a_base_policy_that_was_left_by_a_kill_is_made_again(tmp_path, monkeypatch):
+    def make(task, out, seed, stages, batch_size, problems, samples):
+        (out / "base").mkdir(parents=True)
+        (out / "base" / "config.json").write_text(f"{seed} {stages} {batch_size} {problems['test']} {samples}")
+
+    monkeypatch.setattr(experiments, "make", make)
+    for left in (False, True):
+        experiment = Experiment(tmp_path / "bases" / "7", SETTINGS["strong"], 7)
+        experiment.scratch = tmp_path / f"scratch {left}"
+        experiment.scratch.mkdir()
+        assert experiment.folder.exists() == left
+        experiment.make_base(**SETTINGS["strong"].base)
+        text = (experiment.base / "config.json").read_text()
+        assert text == "7 [(1000, 0.003), (800, 0.0015), (700, 0.0005)] 128 500 32"
+
+
+def test_a_quick_study_starts_from_what_is_shipped(cache):
+    jobs = cache(replace(SETTINGS["standard"], base=None))
+    assert jobs.run(lambda experiment: {"message": str(experiment.base)}, {"a": {}}, [3])["a"][0]["message"] == str(
+        SHIPPED / "base"
+    )
+
+
+def test_a_diverged_policy_has_no_valid_responses(experiment):
+    found = experiment.measure(None, "test", 4)
+    assert found["message"] == "diverged" and found["result"] == {k: [v] * 5 for k, v in DIVERGED.items()}
+
+
+def test_a_training_that_diverges_has_a_whole_curve(experiment, monkeypatch):
+    """Five validations of a run of two epochs, of which one was made, and one behind the last update."""
+
+    class Trainer:
+        def __init__(self, logger, **_):
+            self.logger = logger
+
+        def fit(self, module, data):
+            data.plan, data.reward = (lambda epoch: [None] * 5), np.array([1.0, -1.0])
+            self.logger.log_metrics({"val/pass@1": 0.3, "val/invalid": 0.2}, 0)
+            self.logger.log_metrics({"weight/positives_truncated": 0.5, "train/loss": 1.0}, 0)
+            raise DivergedError("nan")
+
+    monkeypatch.setattr(experiments.lightning, "Trainer", Trainer)
+    found = experiment.train("test", 2, ["IS", {}], rate=1e30, points=2, epochs=2)
+    assert [point["pass@1"] for point in found["curve"]] == [0.3, 0, 0, 0, 0, 0] and found["curve"][1]["invalid"] == 1
+    assert found["message"] == "diverged" and np.mean(found["result"]["invalid"]) == 1
+    assert found["logged"]["weight/positives_truncated"] == [0.5] and found["positive_share"] == 0.5
+    json.dumps(found, allow_nan=False)
+    monkeypatch.setattr(experiment, "measure", lambda policy, *_: {"result": {"pass@1": policy is None}})
+    monkeypatch.setattr(experiments, "sample_to", lambda *_: None)
+    monkeypatch.setattr(experiments, "curate", lambda *_: {"after": {"positive_share": 0.25}})
+    chain = experiment.iterate("test", 2, "uniform", 1e30, count=3, prompts=2, budget=2, pool=2)
+    assert [result["pass@1"] for result in chain["results"]] == [False, True, True, True]
+    assert chain["shares"] == [0.25, 0.0, 0.0] and len(chain["updates"]) == 3
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_is_a_result(experiment, monkeypatch):
+    monkeypatch.setattr(experiment, "setting", replace(experiment.setting, optimizer=torch.optim.SGD))
+    few = {"way": "uniform", "budget": 1}
+    for rate in (1e-6, 1e30):
+        found = experiment.train("test", 2, ["IS", {}], rate=rate, curation=few, points=2, epochs=2)
+        accuracy = [point["pass@1"] for point in found["curve"]]
+        assert len(accuracy) == 5 and (found["steps"] == 16) == (found["message"] != "diverged") == (rate < 1)
+        assert rate < 1 or accuracy[-1] == 0 and np.mean(found["result"]["invalid"]) == 1
+
+
+# the command
+
+
+@pytest.fixture
+def reported(tmp_path, monkeypatch, run):
+    """Run the command on results made up, and return its report."""
+
+    def report(*arguments) -> tuple[dict, str, str]:
+        monkeypatch.setattr(command, "JobCache", lambda *_: Results(fitted))
+        code, out, err = run(command.main, "--out", tmp_path / "out", *arguments)
+        assert code == 0, err
+        folder = next(path.parent for path in (tmp_path / "out").rglob("claims.json"))
+        return json.loads((folder / "claims.json").read_text()), (folder / "claims.md").read_text(), out
+
+    return report
+
+
+def test_the_command_writes_its_report_and_figures(reported, tmp_path):
+    found, text, out = reported("--claims", "4,1", "--seeds", "3")
+    assert found["command"] == "python -m topr.reproduce --claims 1,4 --seeds 3 --regime standard"
+    assert {"hardware", "torch", "setting", "commit", "measured_at", "cpu_minutes"} <= set(found)
+    assert [claim["claim"] for claim in found["claims"]] == [1, 4] and found["claims"][0]["seeds"] == [1, 2, 3]
+    claim = found["claims"][0]
+    assert claim["statement"] == "Naive REINFORCE improves, then collapses" and claim["paper"].startswith("Figures 1")
+    assert claim["holds"] == "yes" and set(claim["parts"].values()) == {"yes"}
+    assert claim["validation"]["TOPR"]["0.0003"] == pytest.approx(0.7015) and "batch" in found["setting"]
+    assert "| 1. Naive REINFORCE improves, then collapses | Figures 1 and 3" in text and "| **yes** |" in text
+    assert "| TOPR | 70.2 [70.0, 70.4] | 80.0 [80.0, 80.0] | 10.0 [10.0, 10.0] |" in text
+    assert "TOPR 0.0003" in text and "claim 1 holds: yes (in two epochs" in out
+    for number in (1, 4):
+        assert (tmp_path / f"out/standard/claim_{number}.png").stat().st_size > 5000
+
+
+def test_a_quick_report_is_kept_apart(reported, tmp_path):
+    found, _, _ = reported("--claims", "1", "--quick")
+    assert found["command"].endswith("--quick") and found["claims"][0]["seeds"] == [1, 2]
+    assert (tmp_path / "out/quick/standard/claims.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--claims", "1,9"], "--claims has 9"),
+        (["--claims", "one"], "not a list of numbers"),
+        (["--claims", ""], "not a list of numbers"),
+        (["--regime", "strong", "--claims", "1,2"], "--claims has 2; this regime has 1, 4, 5, 6, 7"),
+        (["--regime", "strong", "--quick"], "--quick needs --regime standard"),
+        (["--regime", "plain"], "plain"),
+        (["--seeds", "1"], "--seeds is 1"),
+        (["--workers", "0"], "--workers is 0"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(run, arguments, words):
+    code, _, err = run(command.main, *arguments)
+    assert code == 2 and words in err and err.count("\n") == 1
+
+
+# what is shipped
+
+
+def rows_of(report: dict) -> list[dict]:
+    return [row for claim in report["claims"] for title in ("measured", "differences") for row in claim[title].values()]
+
+
+@pytest.mark.parametrize("regime", SETTINGS)
+def test_the_shipped_reports_agree_with_their_values(regime):
+    """Each interval, computed again from the values of the seeds, is the shipped one to .01 per cent."""
+    report = json.loads((CLAIMS / regime / "claims.json").read_text())
+    text = (CLAIMS / regime / "claims.md").read_text()
+    assert tuple(claim["claim"] for claim in report["claims"]) == SETTINGS[regime].claims
+    for summary in (value for row in rows_of(report) for value in row.values() if is_summary(value)):
+        again = over_seeds(summary["values"])
+        assert again["interval"] == pytest.approx(summary["interval"], abs=1.01e-4) and cell(summary) in text
+        assert again["mean"] == pytest.approx(summary["mean"], abs=1.1e-5)
+    for claim in report["claims"]:
+        answers = {"yes": True, "no": False, "undecided": None}
+        assert verdict({part: answers[answer] for part, answer in claim["parts"].items()}) == claim["holds"]
+        measure = command.CLAIMS[claim["claim"] - 1]
+        assert claim["statement"] in " ".join(measure.__doc__.split())
+        assert (CLAIMS / regime / f"claim_{claim['claim']}.png").stat().st_size > 5000
+
+
+def test_the_page_on_the_claims_agrees_with_the_shipped_reports():
+    page = (CLAIMS / "README.md").read_text()
+    for link in re.findall(r"\]\((?!http)([^)]*)\)", page):
+        assert (CLAIMS / link).exists(), link
+    first = page[page.index("| claim |") :].split("\n\n")[0].splitlines()[2:]
+    for column, regime in ((3, "standard"), (4, "strong")):
+        holds = {str(claim["claim"]): claim["holds"] for claim in report_of(regime)["claims"]}
+        for row in first:
+            cells = row.split("|")
+            number = cells[1].strip().split(".")[0]
+            assert cells[column].strip().startswith(f"**{holds[number]}**" if number in holds else "not measured")
+    printed = set().union(*(map(cell, row.values()) for name in SETTINGS for row in rows_of(report_of(name))))
+    found = set(re.findall(r"[−+]?\d+\.\d%? \[[^\]]*\]", page[: page.index("## What decides")]))
+    known = {re.sub("[−+%-]", "", text) for text in printed}
+    missing = {text for text in found if re.sub("[−+%-]", "", text) not in known}
+    swapped = {"{} [{}, {}]".format(*re.findall(r"\d+\.\d", text)[:1], *re.findall(r"\d+\.\d", text)[:0:-1])
+               for text in missing}  # fmt: skip
+    assert swapped - known <= {"4.7 [9.8, 0.5]", "14.4 [21.3, 7.6]"}, missing  # of commit 2eff5a7
+
+
+def report_of(regime: str) -> dict:
+    return json.loads((CLAIMS / regime / "claims.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_minimal_quick_study_survives_a_kill(tmp_path, monkeypatch):
+    """`--claims 4 --quick` on smaller sizes in two processes: killed, resumed, reported."""
+    sizes = {"budget": 1, "rates": (1e-3,), "samples": 1, "points": 1, "methods": SETTINGS["strong"].methods}
+    script = f"import topr.reproduce.__main__ as m; m.QUICK |= {sizes!r}; m.main()"
+    arguments = ["--claims", "4", "--quick", "--workers", "2", "--out", str(tmp_path)]
+    start = [sys.executable, "-c", script, *arguments]
+    killed = subprocess.Popen(start, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    results = lambda: sorted(tmp_path.glob("cache/*/results/*.json"))  # noqa: E731
+    while len(results()) < 3 and killed.poll() is None:
+        time.sleep(0.05)
+    children = psutil.Process(killed.pid).children(recursive=True)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    before = {path: path.stat().st_mtime_ns for path in results()}
+    assert len(before) >= 3 and children
+    assert not psutil.wait_procs(children, timeout=20)[1]  # the workers end with their parent
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {path: path.stat().st_mtime_ns for path in before} == before and len(results()) > len(before)
+    found = json.loads((tmp_path / "quick/standard/claims.json").read_text())
+    assert "claim 4 holds:" in done.stdout and found["claims"][0]["seeds"] == [1, 2]
+    assert (tmp_path / "quick/standard/claim_4.png").exists() and not list(tmp_path.glob("cache/*/scratch/*"))
+
+
+@pytest.mark.slow
+def test_one_claim_measured_again_agrees_with_what_is_shipped(tmp_path):
+    """TOPR and REINFORCE from the shipped base policy: each ends where a further seed should."""
+    measured = report_of("standard")["claims"][0]["measured"]
+    experiment = Experiment(SHIPPED, SETTINGS["standard"], 9)
+    for loss, label in (("TOPR", "TOPR"), ("REINFORCE", "REINFORCE, TOPR's rate")):
+        again = np.mean(experiment.train("test", 4, [loss, {}], rate=3e-4)["result"]["pass@1"])
+        values = measured[label]["pass@1"]["values"]
+        wide = 2.776 * max(np.std(values, ddof=1), 0.01) * np.sqrt(1 + 1 / len(values))
+        assert abs(again - np.mean(values)) <= wide, label

@@ -4,12 +4,14 @@ import inspect
 import json
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import ROOT, make_policy, make_trajectories, observe_microbatches, write
+from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,14 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import train
-from topr import losses, module, monitor
-from topr.policy import load_policy
-from topr.policy_files import policy_fingerprint
+from topr import callbacks, losses
+from topr.datamodule import TrajectoryDataModule
+from topr.module import PolicyModule
+from topr.policy import load_policy, policy_fingerprint
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 
 CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml"]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "configs" / "loss").glob("*.yaml"))
+GLOSSARY = ROOT / "topr" / "callbacks" / "README.md"  # explains every metric that is logged
 
 
 @pytest.fixture
@@ -38,40 +43,58 @@ def setting(tmp_path):
     return policy, [*CONFIG, *files, "--data.samples=3", "--trainer.enable_progress_bar=false"]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_every_shipped_config_is_parsed_by_its_door(run, config):
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_parsed(run, config):
     code, out, err = run(train.main, "fit", *CONFIG, "--config", config, "--print_config")
     assert code == 0, err
     assert "class_path: topr.losses." in out
 
 
 def test_loss_overlays_write_every_argument():
-    overlays = sorted((ROOT / "configs" / "loss").glob("*.yaml"))
-    assert {path.stem for path in overlays} >= {"topr", "ppo", "dpo", "red_drop"}
-    for path in overlays:
+    assert {path.stem for path in OVERLAYS} >= {"topr", "ppo", "dpo", "red_drop"}
+    for path in OVERLAYS:
         loss = yaml.safe_load(path.read_text())["model"]["loss"]
         kind = getattr(losses, loss["class_path"].removeprefix("topr.losses."))
         assert set(loss["init_args"]) == set(inspect.signature(kind).parameters)
+        kind(**loss["init_args"])
 
 
-@pytest.mark.parametrize("overlay", sorted((ROOT / "configs" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_loss_trains_by_its_overlay(run, setting, overlay):
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(run, setting, monkeypatch, overlay):
     policy, arguments = setting
-    code, out, err = run(
-        train.main, "fit", *arguments, "--config", overlay, "--data.batch_size=8", "--data.val=null",
-        "--data.test=null", "--trainer.log_every_n_steps=1")  # fmt: skip
+    trajectories = make_trajectories(policy, shift=2.0)
+    data = write(run.folder / "shifted.parquet", policy, trajectories, policy="another")
+    batches = []
+    observe_microbatches(monkeypatch, lambda trainer, module, batch: batches.append(batch))
+    code, _, err = run(
+        train.main, "fit", *arguments, "--config", overlay, f"--data.train={data}", "--data.val=null",
+        "--data.test=null", "--data.batch_size=99", "--model.optimizer=torch.optim.SGD",
+        "--model.optimizer.init_args.lr=8.0", "--trainer.gradient_clip_val=null")  # fmt: skip
     assert code == 0, err
+    (batch,) = batches
+    chosen = [trajectories[i] for i in batch.trajectory_B.tolist()]
+    written = yaml.safe_load(overlay.read_text())["model"]["loss"]
+    loss = getattr(losses, written["class_path"].removeprefix("topr.losses."))(**written["init_args"])
+    model = load_policy(str(policy)).model.double()
+    log_probs = []
+    for t in chosen:
+        logits = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0, len(t.prompt_ids) - 1 : -1]
+        log_probs.append(logits.log_softmax(-1).gather(1, torch.tensor(t.response_ids)[:, None])[:, 0])
+    ref_log_probs_N = torch.tensor([value for t in chosen for value in t.ref_logprobs], dtype=torch.float64)
+    lengths = torch.tensor([len(t.response_ids) for t in chosen])
+    output = loss(torch.cat(log_probs), ref_log_probs_N, lengths, batch.advantage_B.double())
+    gradients = torch.autograd.grad(output.loss_B.sum() / batch.divisor, list(model.parameters()))
     folder = run.folder / "runs" / "arithmetic" / "version_0"
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    kind = getattr(losses, yaml.safe_load(overlay.read_text())["model"]["loss"]["class_path"].split(".")[-1])
-    trajectories = read_trajectories(run.folder / "train.parquet")
-    if kind.grouping == "group" and kind is not losses.AsymRE:  # which moves away from groups of equal rewards, too
-        rewards = [[t.reward for t in trajectories if t.group == str(group)] for group in range(6)]
-        silent = sum(event.value for event in events.Scalars("train/groups_without_signal"))
-        assert silent == sum(len(set(group)) == 1 for group in rewards)
-    before, after = load_policy(str(policy)).state_dict(), load_policy(str(folder / "policy")).state_dict()
-    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
-    assert 1e-5 < moved < 1e-2
+    trained = load_policy(str(folder / "policy")).model
+    moved = [after - before for after, before in zip(trained.parameters(), model.parameters(), strict=True)]
+    found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (moved, gradients))
+    assert (found + 8.0 * expected).norm() < 1e-4 * (8.0 * expected).norm()
+    if loss.grouping == "group" and not isinstance(loss, losses.AsymRE):  # which learns from equal rewards, too
+        events = EventAccumulator(str(folder)).Reload()
+        rewards = [{t.reward for t in trajectories if t.group == str(group)} for group in range(6)]
+        (silent,) = events.Scalars("train/groups_without_signal")
+        assert silent.value == sum(len(group) == 1 for group in rewards)
 
 
 def test_fit_writes_policy_summary_and_events(run, setting):
@@ -96,8 +119,8 @@ def test_fit_writes_policy_summary_and_events(run, setting):
     trained = load_policy(str(policy))
     trained.load_state_dict({name.removeprefix("policy."): value for name, value in weights.items()})
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.equal(exported(ids).logits, trained.eval()(ids).logits)
-    assert not torch.equal(exported(ids).logits, load_policy(str(policy))(ids).logits)
+    assert torch.equal(exported(ids).logits, trained.eval().logits(ids))
+    assert not torch.equal(exported(ids).logits, load_policy(str(policy)).logits(ids))
     assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0}).Reload()
@@ -115,28 +138,56 @@ def test_fit_writes_policy_summary_and_events(run, setting):
     assert all(math.isfinite(event.value) for name in scalars for event in events.Scalars(name))
     assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
     assert any("samples" in tag for tag in events.Tags()["tensors"])
-    glossary = (ROOT / "README.md").read_text()
+    glossary = GLOSSARY.read_text()
     for tag in scalars - {"epoch"}:
         name = tag.replace("_interval", "").replace("@4", "@k").removesuffix("_low").removesuffix("_high")
         assert f"`{name}`" in glossary, tag
 
 
+def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypatch):
+    """No callback of the project is passed; the sanity check runs before training."""
+    policy, _ = setting
+    folder, task, loss = policy.parent, Arithmetic(), losses.TOPR()
+    module = PolicyModule(str(policy), task, loss, partial(torch.optim.AdamW, lr=3e-3))
+    problems = str(folder / "problems.jsonl")
+    data = TrajectoryDataModule(
+        train=str(folder / "train.parquet"), val=problems, test=problems, samples=2, val_samples=2, batch_size=8,
+        sampling=task.sampling, policy=str(policy), loss=loss, task=task,
+    )  # fmt: skip
+    sanity_checks, measure = [], callbacks.Evaluate.measure
+
+    def observed(self, trainer, *arguments):
+        sanity_checks.append(trainer.sanity_checking)
+        return measure(self, trainer, *arguments)
+
+    monkeypatch.setattr(callbacks.Evaluate, "measure", observed)
+    trainer = Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False)
+    trainer.fit(module, data)
+    assert trainer.global_step == 3 and sanity_checks == [True, False, False]  # then before and after the epoch
+    before, after = load_policy(str(policy)).state_dict(), module.policy.state_dict()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    for split, method in (("val", trainer.validate), ("test", trainer.test)):
+        (figures,) = method(module, data, verbose=False)
+        assert 0 <= figures[f"{split}_interval/pass@1_low"] <= figures[f"{split}/pass@1"] <= 1
+
+
+@pytest.mark.slow
 def test_sampling_and_utilisation_are_in_the_precision_of_training(run, setting, monkeypatch):
     seen = []
 
     def watch(where, name):
-        def watched(*given):
+        def watched(*arguments):
             seen.append((name, torch.is_autocast_enabled("cpu")))
-            return function(*given)
+            return function(*arguments)
 
         function = getattr(where, name)
         monkeypatch.setattr(where, name, watched)
 
-    watch(monitor, "_peak_flops")
-    watch(module, "sample_and_grade")
+    watch(callbacks.monitor, "peak_flops")
+    watch(callbacks.evaluate, "sample_and_grade")
     code, out, err = run(train.main, "fit", *setting[1], "--trainer.precision=bf16-mixed")
     assert code == 0, err
-    assert set(seen) == {("_peak_flops", True), ("sample_and_grade", True)}
+    assert set(seen) == {("peak_flops", True), ("sample_and_grade", True)}
 
 
 class Casts(TorchDispatchMode):
@@ -152,6 +203,7 @@ class Casts(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--model.lora.rank=3"]])
 @pytest.mark.parametrize("command", ["predict", "validate"])
 def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, command, more):

@@ -1,21 +1,21 @@
-"""FSDP2 on two CPU processes: the update of one process, checkpoints that either resumes, refusals told once."""
+"""FSDP2 on two CPU processes: the update of one process, checkpoints that either resumes, errors printed once."""
 
 import json
-import os
-import pickle
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, write
+from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, rejected, write
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from topr.callbacks.resume import updates
 from topr.policy import load_policy
 
-pytestmark = pytest.mark.timeout(900)  # its fixture makes a dozen runs
+# the fixture makes twenty runs, for all tests of this file
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sharding")]
 FSDP = {2: TWO_RANKS["fsdp"], 1: [arg.replace("=2", "=1") for arg in map(str, TWO_RANKS["fsdp"])]}
 BASE = [
     "fit", "--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null",
@@ -38,9 +38,10 @@ RUNS = {
     "lora": ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2", *SHORT],
     "bf16": ["--trainer.precision=bf16-mixed", *TEST, *SGD],
     "tied": SHORT,
-    "compiled": [*SHORT, "--model.compile=true"],  # by a compiler that does nothing, see `two`
+    "compiled": [*SHORT, "--model.compile=true"],  # by a compiler that changes nothing, see `two`
     "renamed": SHORT,  # weights under names without the model's prefix, which transformers reads, too
 }
+RANK_ZERO = [2, 0]  # exit codes of an error that rank 0 prints for all
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,14 @@ def files(tmp_path_factory):
     """Policies, and trajectories whose ratios lie on both sides of every limit."""
     folder = tmp_path_factory.mktemp("world")
     policies = {name: make_policy(folder / name, tie_word_embeddings=name == "tied") for name in ("base", "tied")}
-    policies["renamed"] = make_policy(folder / "renamed")
-    weights = load_file(policies["renamed"] / "model.safetensors")
-    weights = {name.removeprefix("model."): value for name, value in weights.items()}
-    save_file(weights, policies["renamed"] / "model.safetensors", {"format": "pt"})
+    for name in ("renamed", "uneven"):
+        policies[name] = make_policy(folder / name)
+        values = load_file(policies[name] / "model.safetensors")
+        if name == "renamed":
+            values = {key.removeprefix("model."): value for key, value in values.items()}
+        else:  # norms that bfloat16 would round
+            values = {key: value * 1.001 if "norm" in key else value for key, value in values.items()}
+        save_file(values, policies[name] / "model.safetensors", {"format": "pt"})
     data = {
         name: write(folder / f"{name}.parquet", policy, make_trajectories(policy, shift=2.0), policy="another")
         for name, policy in policies.items()
@@ -60,7 +65,7 @@ def files(tmp_path_factory):
 
 
 def command(files, name: str, *more) -> list:
-    """A fit with a name of its own."""
+    """A fit with a name of its own, by which its policy is chosen."""
     _, policies, data = files
     kind = name if name in policies else "base"
     given = [f"--model.policy={policies[kind]}", f"--data.train={data[kind]}"]
@@ -69,24 +74,39 @@ def command(files, name: str, *more) -> list:
 
 @pytest.fixture(scope="module")
 def two(files):
-    """What two ranks make, of everything in one launch; among it a run stopped by them and one resumed by them."""
+    """Everything that two ranks do, in one launch: the folder of the runs; exit codes and output of each command."""
     folder = files[0]
-    (folder / "one").mkdir()
-    stop = on_ranks(1, folder / "one", command(files, "saved-by-one", *FSDP[1], *STOPPED))
-    assert stop[0] == [[0]], stop[1]
-    (folder / "one" / "runs").rename(folder / "runs")
-    commands = [command(files, name, *FSDP[2], *more) for name, more in RUNS.items()]
-    commands += [
-        command(files, "saved-by-two", *FSDP[2], *STOPPED),
-        command(files, "saved-by-one", *FSDP[2], *RESUMED),
-        command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"),
-        command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--ckpt_path=last"),
-    ]
+    stopped, uneven = on_ranks(
+        1,
+        folder,
+        command(files, "saved-by-one", *FSDP[1], *STOPPED),
+        command(files, "uneven", *FSDP[1], *RUNS["bf16"]),
+    )
+    assert stopped[0] == uneven[0] == [0], stopped[1] + uneven[1]
+    (whole,) = (folder / "runs" / "saved-by-one" / "version_0" / "checkpoints").iterdir()
+    shutil.copytree(whole, folder / "half.ckpt")
+    next((folder / "half.ckpt").glob("*.distcp")).unlink()
+    (folder / "bad.jsonl").write_text("{}\n")
+    commands = {name: command(files, name, *FSDP[2], *more) for name, more in RUNS.items()}
+    commands |= {
+        "saved-by-two": command(files, "saved-by-two", *FSDP[2], *STOPPED),
+        "saved-by-one": command(files, "saved-by-one", *FSDP[2], *RESUMED),
+        "lora stopped": command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"),
+        "lora resumed": command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--ckpt_path=last"),
+        "preempted": {"arguments": command(files, "preempted", *FSDP[2], *LONG), "sigterm": 7},
+        "resumed": command(files, "preempted", *FSDP[2], *RESUMED),
+        "bad data": command(files, "bad", *FSDP[2], *SHORT, f"--data.test={folder / 'bad.jsonl'}"),
+        "half": command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"),
+        "full": {"arguments": command(files, "full", *FSDP[2], "--trainer.max_steps=1"), "largest_shard": 2000},
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_COMPILE_DISABLE", "1")  # test_compile.py has a real one
-        codes, told = on_ranks(2, folder, *commands)
-    assert codes == [[0, 0]] * len(commands), told
-    return folder, told
+        results = on_ranks(2, folder, *commands.values())
+    found = dict(zip(commands, results, strict=True))
+    expected = {"preempted": [143, 0], "bad data": RANK_ZERO, "half": RANK_ZERO, "full": RANK_ZERO}
+    for name, (codes, output) in found.items():
+        assert codes == expected.get(name, [0, 0]), (name, output)
+    return folder, {name: output for name, (_, output) in found.items()}
 
 
 def one(run, files, name: str, *more) -> dict[str, torch.Tensor]:
@@ -114,9 +134,9 @@ def test_two_ranks_equal_one_process(run, files, two, name):
     assert any((alone[key] - before[key]).abs().max() > 1e-4 for key in before)
     events = [EventAccumulator(str(path / "runs" / name / "version_0")).Reload() for path in (run.folder, two[0])]
     for tag in ("train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"):
-        told, others = ([event.value for event in found.Scalars(tag)] for found in events)
-        assert len(told) == (3 if RUNS[name][-1] == SHORT[-1] else 21)
-        np.testing.assert_allclose(others, told, rtol=1e-3, atol=1e-6)
+        values, others = ([event.value for event in found.Scalars(tag)] for found in events)
+        assert len(values) == (3 if RUNS[name][-1] == SHORT[-1] else 21)
+        np.testing.assert_allclose(others, values, rtol=1e-3, atol=1e-6)
 
 
 def test_layers_are_found_to_compile_once_they_are_sharded(run, files, two):
@@ -129,7 +149,8 @@ def test_a_sharded_run_resumes_with_its_adapters(two):
 
 def test_weights_under_other_names_are_loaded_whole_and_sharded_then(run, files, two):
     close(one(run, files, "renamed", *RUNS["renamed"]), weights(two[0], "renamed"))
-    assert two[1].count("so every rank loads all of them") == 1  # the others', and tied ones, are read by shards
+    # the others, and tied ones, are read by shards
+    assert [name for name, output in two[1].items() if "so every rank loads all of them" in output] == ["renamed"]
 
 
 def test_bfloat16_shards_make_the_update_of_autocast(run, files, two):
@@ -146,44 +167,32 @@ def test_bfloat16_shards_make_the_update_of_autocast(run, files, two):
     assert apart(alone, sharded) < 0.5 * apart(alone, exact)  # nearer than rounding moves either
 
 
-def test_bfloat16_shards_leave_norms_as_autocast_does(run, files):
-    policy = run.folder / "uneven"
-    shutil.copytree(files[1]["base"], policy)
-    weights_of = load_file(policy / "model.safetensors")
-    uneven = {name: value * 1.001 if "norm" in name else value for name, value in weights_of.items()}
-    save_file(uneven, policy / "model.safetensors", {"format": "pt"})
-    given = [*RUNS["bf16"], f"--model.policy={policy}"]
-    alone = one(run, files, "bf16", *given)
-    codes, told = on_ranks(1, run.folder, command(files, "sharded", *FSDP[1], *given))
-    assert codes == [[0]], told
-    close(alone, weights(run.folder, "sharded"))
+def test_bfloat16_shards_leave_norms_as_autocast_does(run, files, two):
+    close(one(run, files, "uneven", *RUNS["bf16"]), weights(two[0], "uneven"))
 
 
-@pytest.mark.parametrize("saved", ["two", "one"])
-def test_either_number_of_ranks_resumes_the_other(run, files, two, saved):
-    folder = two[0]
-    if saved == "two":  # and now by one
-        codes, told = on_ranks(1, folder, command(files, "saved-by-two", *FSDP[1], *RESUMED))
-        assert codes == [[0]] and "resuming" in told, told
-    close(one(run, files, "adamw", *LONG), weights(folder, f"saved-by-{saved}"))
-    summary = json.loads((folder / "runs" / f"saved-by-{saved}" / "version_0" / "summary.json").read_text())
-    assert summary["steps"] == 21
+def test_two_ranks_resume_one_and_one_resumes_two(run, files, two):
+    folder, outputs = two
+    ((codes, output),) = on_ranks(1, folder, command(files, "saved-by-two", *FSDP[1], *RESUMED))
+    assert codes == [0] and "resuming" in output and "resuming" in outputs["saved-by-one"], output
+    alone = one(run, files, "adamw", *LONG)
+    for saved in ("saved-by-two", "saved-by-one"):
+        close(alone, weights(folder, saved))
+        assert json.loads((folder / "runs" / saved / "version_0" / "summary.json").read_text())["steps"] == 21
 
 
-def test_sigterm_leaves_shards_that_are_gone_on_with(files, two):
-    folder, name = two[0], "preempted"
-    ended, resumed = (command(files, name, *FSDP[2], *more) for more in (LONG, RESUMED))
-    codes, told = on_ranks(2, folder, ended, resumed, sigterm=7)
-    assert codes == [[143, 0], [0, 0]] and "ended by SIGTERM after update 8" in told, told
-    assert f"resuming runs/{name}/version_0/checkpoints/preempted.ckpt" in told
-    close(weights(folder, "adamw"), weights(folder, name), 0)
-    assert not (folder / "runs" / name / "version_0" / "checkpoints" / "preempted.ckpt").exists()
+def test_sigterm_leaves_shards_that_resume_exactly(two):
+    folder, outputs = two
+    assert "ended by SIGTERM after update 8" in outputs["preempted"]
+    assert "resuming runs/preempted/version_0/checkpoints/preempted.ckpt" in outputs["resumed"]
+    close(weights(folder, "adamw"), weights(folder, "preempted"), 0)
+    assert not (folder / "runs" / "preempted" / "version_0" / "checkpoints" / "preempted.ckpt").exists()
 
 
 def test_an_exported_shard_is_a_whole_policy(files, two):
     folder = two[0] / "runs" / "adamw" / "version_0"
     ids = torch.tensor([[5, 6, 7, 8]])
-    exported = load_policy(str(folder / "policy"))(ids).logits
+    exported = load_policy(str(folder / "policy")).logits(ids)
     assert exported.isfinite().all()
     (checkpoint,) = (folder / "checkpoints").iterdir()  # the last, of shards
     assert (checkpoint / "meta.pt").is_file() and len(list(checkpoint.glob("*.distcp"))) == 2
@@ -195,64 +204,39 @@ def test_a_gpu_trains_shards_in_bfloat16_and_resumes(files, tmp_path):
     on_gpu = [*FSDP[1], "--trainer.accelerator=cuda", "--trainer.precision=bf16-mixed"]
     given = [command(files, "whole", *on_gpu, *LONG)]
     given += [command(files, "stopped", *on_gpu, *more) for more in (STOPPED, RESUMED)]
-    codes, told = on_ranks(1, tmp_path, *given)
-    assert codes == [[0]] * 3 and "resuming" in told, told
+    results = on_ranks(1, tmp_path, *given)
+    assert [codes for codes, _ in results] == [[0]] * 3 and "resuming" in results[-1][1], results
     close(weights(tmp_path, "whole"), weights(tmp_path, "stopped"))
 
 
-def test_bad_data_is_told_once_by_all_ranks(files, tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    bad = command(files, "bad", *FSDP[2], f"--data.test={tmp_path / 'a.jsonl'}", *SHORT)
-    codes, told = on_ranks(2, tmp_path, bad)
-    assert codes == [[2, 0]]
-    assert told.count("error: ") == 1 and "Traceback" not in told, told
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bad data", "data.test: "),
+        ("half", "half.ckpt cannot be loaded ([Errno 2]"),
+        ("full", "cannot be written ([Errno 27] File too large)"),
+    ],
+)
+def test_an_error_on_all_ranks_is_printed_once(two, name, words):
+    folder, outputs = two
+    assert outputs[name].count("error: ") == 1 and "Traceback" not in outputs[name], outputs[name]
+    assert words in outputs[name]
+    if name == "full":  # no half of a checkpoint
+        assert not list((folder / "runs" / "full" / "version_0" / "checkpoints").iterdir())
+    else:
+        assert not (folder / "runs" / name.split()[0]).exists()
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (1, 2)])
-def test_devices_without_a_shard_of_their_own_are_refused(run, files, sizes):
+def test_devices_without_a_shard_of_their_own_are_rejected(run, files, sizes):
     names = ("data_parallel_size", "tensor_parallel_size")
     given = [f"--trainer.strategy.init_args.{name}={size}" for name, size in zip(names, sizes, strict=True)]
-    code, _, err = run(train.main, *command(files, "base", *FSDP[2], *given))
-    assert code == 2 and "--trainer.strategy.init_args.data_parallel_size 2" in err.splitlines()[-1], err
-    assert not (run.folder / "runs").exists()
+    words = "--trainer.strategy.init_args.data_parallel_size 2"
+    rejected(run, words, *command(files, "base", *FSDP[2], *given))
 
 
-def test_a_sharded_checkpoint_without_sharding_is_refused(run, files, two):
-    checkpoint = two[0] / "runs" / "adamw" / "version_0" / "checkpoints"
-    (checkpoint,) = checkpoint.iterdir()
-    code, _, err = run(train.main, *command(files, "base", f"--ckpt_path={checkpoint}"))
-    assert code == 2 and "is sharded; go on with --config configs/fsdp.yaml" in err.splitlines()[-1], err
-    assert not (run.folder / "runs").exists()
-
-
-def test_a_checkpoint_that_lacks_a_shard_is_told_once(files, two, tmp_path):
-    (whole,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
-    shutil.copytree(whole, tmp_path / "half.ckpt")
-    next((tmp_path / "half.ckpt").glob("__1_*")).unlink()
-    codes, told = on_ranks(2, tmp_path, command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"))
-    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
-    assert "half.ckpt cannot be loaded ([Errno 2]" in told and not (tmp_path / "runs").exists()
-
-
-def test_nothing_in_the_index_of_shards_is_executed(run, files, two):
-    class Evil:
-        def __reduce__(self):
-            return os.system, ("touch executed",)
-
-    (whole,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
-    assert train.updates(whole) == 21
-    shutil.copytree(whole, run.folder / "evil.ckpt")
-    (run.folder / "evil.ckpt" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    code, _, err = run(train.main, *command(files, "evil", *FSDP[1], "--ckpt_path=evil.ckpt"))
-    assert code == 2 and "is no checkpoint" in err and not (run.folder / "executed").exists()
-
-
-def test_a_full_disk_under_a_sharded_checkpoint_is_told_once(files, tmp_path):
-    full = command(files, "full", *FSDP[2], *SHORT, "--trainer.max_steps=1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LARGEST_SHARD", "2000")
-        codes, told = on_ranks(2, tmp_path, full)
-    assert codes == [[2, 0]] and told.count("error: ") == 1 and "Traceback" not in told, told
-    assert "cannot be written ([Errno 27] File too large)" in told
-    assert not list((tmp_path / "runs" / "full" / "version_0" / "checkpoints").iterdir())
+def test_a_sharded_checkpoint_without_sharding_is_rejected(run, files, two):
+    (checkpoint,) = (two[0] / "runs" / "adamw" / "version_0" / "checkpoints").iterdir()
+    assert updates(checkpoint) == 21
+    words = "is sharded; resume it with --config configs/fsdp.yaml"
+    rejected(run, words, *command(files, "base", f"--ckpt_path={checkpoint}"))

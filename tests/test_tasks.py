@@ -9,11 +9,12 @@ from conftest import ROOT
 
 import train
 from topr.io import InputError
-from topr.policy_files import policy_fingerprint
+from topr.policy.files import policy_fingerprint
+from topr.policy.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic import Errors, main, split_of
-from topr.tasks.imitation import make_tokenizer
-from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.tasks.arithmetic.__main__ import main
+from topr.tasks.arithmetic.imitation import make_tokenizer
+from topr.tasks.arithmetic.task import Errors, split_of
 from topr.trajectories import read_metadata, read_trajectories
 
 DATA = ROOT / "data" / "arithmetic"

@@ -1,26 +1,52 @@
-"""The trajectory file: round trip, atomic writes, metadata."""
+"""The trajectory file: round trip, what is rejected beside what is accepted; rows of users' files."""
 
-import os
+import json
+import math
+import subprocess
+import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_policy, make_trajectories, write
+from conftest import ROOT, make_trajectories, write
 
-from topr.io import InputError, atomic
-from topr.policy import load_policy
-from topr.policy_files import policy_fingerprint
-from topr.rows import resolve_files
-from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.io import InputError
+from topr.policy import policy_fingerprint
 from topr.trajectories import (
     SCHEMA,
     Trajectory,
-    main,
+    batches,
     read_metadata,
     read_trajectories,
     validate,
+    write_tables,
     write_trajectories,
 )
+from topr.trajectories.rows import load_rows, resolve_files
+
+ROWS = 23
+
+
+@pytest.fixture(scope="module")
+def good(policy, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("file") / "good.parquet", policy, make_trajectories(policy, ROWS))
+
+
+@pytest.fixture(scope="module")
+def table(good):
+    return pq.read_table(good)
+
+
+def test_the_columns_are_those_of_the_design():
+    ids, text = pa.list_(pa.int32()), pa.string()
+    expected = {
+        "prompt_id": text, "group": text, "prompt": text, "prompt_ids": ids, "response": text, "response_ids": ids,
+        "ref_logprobs": pa.list_(pa.float32()), "reward": pa.float32(), "finished": pa.bool_(), "valid": pa.bool_(),
+        "answer": text, "gold": text,
+    }  # fmt: skip
+    assert SCHEMA.names == list(expected) and SCHEMA.types == list(expected.values())
+    assert {field.name for field in SCHEMA if field.nullable} == {"valid", "answer", "gold"}
 
 
 def test_round_trip(tmp_path, policy):
@@ -33,87 +59,237 @@ def test_round_trip(tmp_path, policy):
     ]
     assert pq.read_schema(path).remove_metadata() == SCHEMA
     found = read_metadata(path)
+    assert list(found) == ["schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration"]
     assert found["schema"] == 1 and {key: found[key] for key in metadata} == metadata
     assert found["policy"] == policy_fingerprint(str(policy))
     validate(path, 20, 64)
 
 
-def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, policy):
-    rows = make_trajectories(policy)
-    path = write(tmp_path / "a.parquet", policy, rows)
+def test_a_failed_write_keeps_the_old_file(tmp_path, policy, good):
+    path = write(tmp_path / "a.parquet", policy, read_trajectories(good))
     before = path.read_bytes()
 
     def broken():
-        yield rows[0]
+        yield read_trajectories(good)[0]
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError):
         write_trajectories(path, broken(), {})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(RuntimeError), atomic(tmp_path / "folder") as folder:
-        folder.mkdir()
-        (folder / "part").write_text("x")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_leftovers_of_an_earlier_process_with_this_number_stand_in_no_way(tmp_path):
-    for end in ("tmp", "old"):
-        (tmp_path / f".policy.{os.getpid()}.{end}").mkdir()
-        (tmp_path / f".policy.{os.getpid()}.{end}" / "config.json").write_text("{}")
-    (tmp_path / f".policy.{os.getppid()}.tmp").mkdir()  # another's, who may be writing
-    with atomic(tmp_path / "policy") as folder:
-        folder.mkdir()
-    assert {path.name for path in tmp_path.iterdir()} == {"policy", f".policy.{os.getppid()}.tmp"}
+def edit(table: pa.Table, name: str, row: int, value) -> pa.Table:
+    """The table with another value in one row."""
+    values, index = table[name].to_pylist(), table.schema.get_field_index(name)
+    values[row] = value(values[row]) if callable(value) else value
+    field = table.schema.field(name).with_nullable(True)
+    return table.set_column(index, field if None in values else table.schema.field(name), pa.array(values, field.type))
 
 
-def test_files_are_found_by_path_glob_and_list(tmp_path, policy):
-    rows = make_trajectories(policy)
-    a, b, c = (str(write(tmp_path / f"{name}.parquet", policy, rows)) for name in "abc")
+def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table):
+    tables = [table] * (10_000 // ROWS)
+    write_tables(tmp_path / "large.parquet", tables, {})
+    groups = pq.read_metadata(tmp_path / "large.parquet")
+    assert {groups.row_group(i).num_rows for i in range(groups.num_row_groups - 1)} == {4096}
+    assert pa.concat_tables(batches(tmp_path / "large.parquet")).equals(pa.concat_tables(tables).cast(SCHEMA))
+    write_tables(tmp_path / "large.parquet", [*tables, edit(table, "reward", 22, math.nan)], {})
+    with pytest.raises(InputError, match=rf"row {len(tables) * ROWS + 22} \(prompt '5'\): the reward is NaN"):
+        validate(tmp_path / "large.parquet", 20, 64)
+
+
+BAD_VALUES = {
+    "empty prompt": ("prompt_ids", [], "prompt_ids is empty"),
+    "empty response": ("response_ids", [], "the response is empty"),
+    "missing log-prob": ("ref_logprobs", lambda old: old[1:], "differ in length"),
+    "NaN log-prob": ("ref_logprobs", lambda old: [*old[:-1], math.nan], "ref_logprobs holds"),
+    "infinite log-prob": ("ref_logprobs", lambda old: [-math.inf, *old[1:]], "ref_logprobs holds"),
+    "positive log-prob": ("ref_logprobs", lambda old: [0.5, *old[1:]], "ref_logprobs holds"),
+    "null log-prob": ("ref_logprobs", lambda old: [None, *old[1:]], "ref_logprobs holds"),
+    "null id": ("response_ids", lambda old: [*old[:-1], None], "response_ids holds"),
+    "negative id": ("prompt_ids", lambda old: [-1, *old[1:]], "prompt_ids holds"),
+    "id outside the vocabulary": ("response_ids", lambda old: [*old[:-1], 20], "response_ids holds"),
+    "too many tokens": ("prompt_ids", [3] * 64, "more than 64, the policy's context or data.microbatch_tokens"),
+    "NaN reward": ("reward", math.nan, "the reward is NaN"),
+    "huge reward": ("reward", -1e30, "the reward is NaN or beyond"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
+    column, value, words = BAD_VALUES[name]
+    for row in (0, 11, ROWS - 1):
+        pq.write_table(edit(table, column, row, value), tmp_path / "bad.parquet")
+        with pytest.raises(InputError, match=rf"bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"):
+            validate(tmp_path / "bad.parquet", 20, 64)
+    validate(write_again(tmp_path, table), 20, 64)
+
+
+def write_again(tmp_path, table):
+    pq.write_table(table, tmp_path / "good.parquet")
+    return tmp_path / "good.parquet"
+
+
+def test_the_bounds_themselves_are_accepted(tmp_path, table):
+    for column, value in {"prompt_ids": [19], "ref_logprobs": lambda old: [0.0, *old[1:]], "reward": -1e6}.items():
+        validate(write_again(tmp_path, edit(table, column, 5, value)), 20, 64)
+    row = table.slice(5, 1).to_pylist()[0]
+    tokens = len(row["prompt_ids"]) + len(row["response_ids"])
+    write_tables(tmp_path / "one.parquet", [table.slice(5, 1)], {})
+    validate(tmp_path / "one.parquet", 20, tokens)
+    with pytest.raises(InputError, match=f"up to {tokens} tokens"):
+        validate(tmp_path / "one.parquet", 20, tokens - 1)
+
+
+def read(path) -> None:
+    read_metadata(path)
+    validate(path, 20, 64)
+
+
+@pytest.mark.parametrize("name", [field.name for field in SCHEMA if not field.nullable])
+def test_a_missing_column_and_a_null_are_named(tmp_path, table, name):
+    for bad in (table.drop_columns([name]), edit(table, name, 3, None)):
+        pq.write_table(bad, tmp_path / "bad.parquet")
+        with pytest.raises(InputError, match=f"bad.parquet .*{name}"):
+            read(tmp_path / "bad.parquet")
+
+
+def replace(table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Table:
+    return table.set_column(table.schema.get_field_index(name), name, column)
+
+
+WRONG_TYPES = {
+    "text as reward": ("reward", pa.array(["good"] * ROWS)),
+    "boolean reward": ("reward", pa.array([True] * ROWS)),
+    "one id": ("prompt_ids", pa.array([3] * ROWS)),
+    "fractional ids": ("response_ids", pa.array([[1.5]] * ROWS)),
+    "ids beyond int32": ("prompt_ids", pa.array([[2**40]] * ROWS)),
+    "lists of lists": ("ref_logprobs", pa.array([[[-0.5]]] * ROWS)),
+    "struct": ("answer", pa.array([{"a": 1}] * ROWS)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_column_of_a_wrong_type_is_rejected(tmp_path, table, name):
+    pq.write_table(replace(table, *WRONG_TYPES[name]), tmp_path / "bad.parquet")
+    with pytest.raises(InputError, match="bad.parquet") as error:
+        read(tmp_path / "bad.parquet")
+    assert "\n" not in str(error.value)
+
+
+def test_columns_in_another_order_and_width_hold_the_same_trajectories(tmp_path, good, table):
+    mixed = table.select(SCHEMA.names[::-1]).append_column("more", pa.array(range(ROWS)))
+    for name, kind in (
+        ("reward", pa.int64()),
+        ("prompt_ids", pa.large_list(pa.int64())),
+        ("prompt", pa.large_string()),
+    ):
+        mixed = replace(mixed, name, table[name].cast(kind))
+    mixed = replace(
+        replace(mixed, "gold", pa.nulls(ROWS)), "ref_logprobs", table["ref_logprobs"].cast(pa.list_(pa.float64()))
+    )
+    pq.write_table(mixed, tmp_path / "mixed.parquet", row_group_size=5, compression="gzip")
+    assert read_trajectories(tmp_path / "mixed.parquet") == read_trajectories(good)
+    assert read_metadata(tmp_path / "mixed.parquet") == read_metadata(good)
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
+def test_a_truncated_file_is_rejected(tmp_path, good, share):
+    content = good.read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(InputError, match="cut.parquet cannot be read"):
+        read(tmp_path / "cut.parquet")
+
+
+def test_a_damaged_page_is_rejected(tmp_path, good):
+    group = pq.read_metadata(good).row_group(0)
+    column = next(group.column(i) for i in range(group.num_columns) if "ref_logprobs" in group.column(i).path_in_schema)
+    content = bytearray(good.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    with pytest.raises(InputError, match="damaged.parquet cannot be read: .*"):
+        read(tmp_path / "damaged.parquet")
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 2}'], ids=["no JSON", "another version"])
+def test_metadata_that_is_not_ours_is_rejected_and_missing_metadata_is_unknown(tmp_path, table, text):
+    pq.write_table(table.replace_schema_metadata({"topr": text}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="a.parquet"):
+        read_metadata(tmp_path / "a.parquet")
+    pq.write_table(table.replace_schema_metadata(None), tmp_path / "a.parquet")
+    assert set(read_metadata(tmp_path / "a.parquet").values()) == {None}
+
+
+def test_files_without_trajectories_are_rejected(tmp_path, table):
+    write_tables(tmp_path / "empty.parquet", [table.slice(0, 0)], {})
+    (tmp_path / "text.parquet").write_text('{"prompt": "1"}')
+    for name, words in (("empty", "holds no trajectory"), ("text", "cannot be read"), ("none", "does not exist")):
+        with pytest.raises(InputError, match=f"{name}.parquet.*{words}"):
+            read(tmp_path / f"{name}.parquet")
+
+
+def test_files_are_found_by_path_glob_and_list(tmp_path, good):
+    a, b, c = (str(tmp_path / f"{name}.parquet") for name in "abc")
+    for name in (b, a, c):
+        (tmp_path / name).write_bytes(good.read_bytes())
     assert resolve_files(a) == [a]
     assert resolve_files(str(tmp_path / "*.parquet")) == [a, b, c]
     assert resolve_files([b, str(tmp_path / "[a]*")]) == [b, a]
-    for missing in (str(tmp_path / "x*"), "nowhere.parquet", "some-organisation/some-data"):
-        with pytest.raises(InputError, match="is no file, glob or hub data set"):
-            resolve_files(missing)
+    (tmp_path / "[x].parquet").write_bytes(good.read_bytes())
+    assert resolve_files(str(tmp_path / "[x].parquet")) == [str(tmp_path / "[x].parquet")]
+    for missing in (str(tmp_path / "x*"), "nowhere.parquet", "some-organisation/some-data", ""):
+        with pytest.raises(InputError, match="^inspect: '.*' is no file, glob or hub data set"):
+            resolve_files(missing, "inspect")
+    with pytest.raises(InputError, match="a.parquet twice"):
+        resolve_files([a, str(tmp_path / "*.parquet")])
 
 
-def test_fingerprints_tell_policies_and_tokenizers_apart(tmp_path, policy):
-    other = make_policy(tmp_path / "other", seed=1)
-    assert policy_fingerprint(str(policy)) != policy_fingerprint(str(other))
-    assert policy_fingerprint(str(policy)) == policy_fingerprint(str(make_policy(tmp_path / "same")))
-    tokenizer = load_tokenizer(str(policy))
-    before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["1", "1+1"], padding=True, truncation=True, max_length=2)  # leaves its mark on the fast tokenizer
-    assert tokenizer_fingerprint(tokenizer) == before
-    tokenizer.add_tokens(["x"])
-    assert tokenizer_fingerprint(tokenizer) != before
+REQUIRED, OPTIONAL = {"prompt": (str,)}, {"id": (str, int)}
+GOOD = {"prompt": "1\u2028", "id": 1, "more": [1]}
 
 
-def test_fingerprint_survives_another_layout_and_dtype(tmp_path, policy):
-    import torch
-
-    model = load_policy(str(policy)).bfloat16()
-    model.save_pretrained(tmp_path / "half")
-    model.float().save_pretrained(tmp_path / "wide", max_shard_size="4KB")
-    assert len(list((tmp_path / "wide").glob("*.safetensors"))) > 1
-    assert policy_fingerprint(str(tmp_path / "half")) == policy_fingerprint(str(tmp_path / "wide"))
-    with torch.no_grad():
-        next(model.parameters())[-1, -1] += 1
-    model.save_pretrained(tmp_path / "moved")
-    assert policy_fingerprint(str(tmp_path / "moved")) != policy_fingerprint(str(tmp_path / "wide"))
+def test_rows_come_from_json_lines_and_parquet(tmp_path):
+    rows = [GOOD, {"prompt": "2", "id": None, "more": []}]
+    text = "\ufeff" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
+    assert load_rows(tmp_path / "a.jsonl", REQUIRED, OPTIONAL) == rows
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load_rows(tmp_path / "a.parquet", REQUIRED, OPTIONAL) == rows
 
 
-def test_nothing_of_the_users_is_overwritten(run, tmp_path, policy):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "response": "2", "reward": 1}\n')
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("years")
-    code, _, err = run(main, "import", "a.jsonl", "--policy", policy, "--out", "precious")
-    assert code == 2 and "is a folder" in err
-    with pytest.raises(InputError, match="will not be overwritten"), atomic(tmp_path / "precious") as folder:
-        folder.mkdir()
-    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"
-    for seed in (0, 1):  # a model's folder is replaced by a model's
-        make_policy(tmp_path / "model", seed=seed)
-    assert policy_fingerprint(str(tmp_path / "model")) != policy_fingerprint(str(policy))
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "precious", "model"}
+BAD_LINES = {
+    "no JSON": (b"{", "cannot be read"),
+    "cut off": (b'{"prompt": "1", "id"', "cannot be read"),
+    "no UTF-8": (b'{"prompt": "\xff"}', "cannot be read"),
+    "a list": (b"[1]", "row 2: expected a JSON object, found list"),
+    "missing key": (b'{"id": 1}', "row 2: key 'prompt' holds None, expected str"),
+    "null": (b'{"prompt": null}', "row 2: key 'prompt' holds None, expected str"),
+    "wrong type": (b'{"prompt": "1", "id": 1.5}', "row 2: key 'id' holds 1.5, expected str or int"),
+    "boolean": (b'{"prompt": "1", "id": true}', "row 2: key 'id' holds True, expected str or int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, name):
+    line, words = BAD_LINES[name]
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
+    with pytest.raises(InputError, match=f"a.jsonl.* {words}"):
+        load_rows(tmp_path / "a.jsonl", REQUIRED, OPTIONAL)
+
+
+def test_sources_without_rows_are_rejected(tmp_path, good):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:-9])
+    for source, words in {
+        "empty.jsonl": "holds no row",
+        "cut.parquet": "cannot be read",
+        "nowhere.jsonl": r"cannot be read \(.*No such file",
+        "owner/name:train": "cannot be read .*owner/name",
+    }.items():
+        with pytest.raises(InputError, match=f"{source}.*{words}"):
+            load_rows(source if ":" in source else tmp_path / source, REQUIRED)
+
+
+def test_help_needs_no_heavy_library():
+    code = "import sys, topr.trajectories.__main__; print({'torch', 'pandas', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

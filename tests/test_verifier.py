@@ -8,10 +8,10 @@ from conftest import ROOT, make_trajectories, write
 
 import evaluate
 from topr.io import InputError
+from topr.policy.tokenizer import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
-from topr.tasks.arithmetic_verifier import critique
+from topr.tasks.arithmetic.verifier import critique
 from topr.tasks.task import Grade, Problem
-from topr.tokenizer import encode_prompt, load_tokenizer
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"
 
@@ -88,7 +88,7 @@ def test_the_embedded_verifier_judges_every_step():
     assert task.grade("11#1", "1") == Grade(1.0, True, "1")
     assert task.grade("10#0", "1") == Grade(-1.0, True, "0")
     assert task.grade("11", "1") == task.grade("11#1#1", "1") == task.grade("2#1", "1") == Grade(-1.0, False, None)
-    found = [critique("9+3*2-4>", "9+3=12;12*2=25;25-4=21;#21", False, rng)[0] for _ in range(2000)]
+    found = [critique("9+3=12;12*2=24;24-4=20;#20", "9+3=12;12*2=25;25-4=21;#21", False, rng) for _ in range(2000)]
     steps = [text.split("#")[0] for text in found if text[0] != "#"]
     assert np.mean([text == "100" for text in steps]) == pytest.approx(0.9**3, abs=0.04)
     assert np.mean([text[0] == "#" for text in found]) == pytest.approx(0.20, abs=0.03)

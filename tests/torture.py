@@ -1,10 +1,10 @@
-"""Kill fit and predict with SIGKILL again and again; in the end all must be as if nothing had been.
+"""Kill fit and predict with SIGKILL again and again, and compare the results with those of runs that were not killed.
 
 python tests/torture.py --kills 100
 
 Half of the kills come at a random time, half inside a random phase: an update, the writing of a checkpoint, validation,
-sampling, the writing of trajectories, the export. After each the same command is given again, until it ends by itself;
-then weights, trajectories, logged curves and files are compared with those of a run that nobody disturbed.
+sampling, the writing of trajectories, the export. After each kill the same command is started again, until it ends by
+itself. Then weights, trajectories, logged curves and files must be those of a run that was not killed.
 """
 
 import argparse
@@ -28,25 +28,24 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from topr import evaluation, module
-from topr.monitor import Monitor
+from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor, export
+from topr.evaluation import pipeline
 from topr.sampling import LocalSampler
-from topr.trainer import Trainer
 from topr.trajectories import read_trajectories
 
 PHASES = {
-    "update": (Monitor, "collect"),
-    "checkpoint": (Trainer, "save_checkpoint"),
-    "validation": (module.PolicyModule, "validation_step"),
+    "update": (Monitor, "on_after_backward"),
+    "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
+    "validation": (Evaluate, "on_validation_batch_end"),
     "sampling": (LocalSampler, "sample"),
-    "writing": (evaluation, "write_trajectories"),
-    "export": (module, "export_policy"),
+    "writing": (pipeline, "write_trajectories"),
+    "export": (export, "export_policy"),
 }
 SAMPLES, EPOCHS, ROWS = 3, 2, 40
 
 
 class Command:
-    """A command of train.py in processes that can be killed, and what they told of themselves."""
+    """A command of train.py in processes that can be killed, and the phases that they entered."""
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder, self.arguments = folder, arguments
@@ -64,7 +63,7 @@ class Command:
             os.setpgid(0, 0)
             with open("log.txt", "a") as log:
                 os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
-            evaluation.PART = 2
+            pipeline.PART = 2
             for number, (owner, name) in enumerate(PHASES.values()):
                 self._observe(number, owner, name)
             sys.argv = ["train.py", *self.arguments]
@@ -84,10 +83,11 @@ class Command:
 
         def observed(*arguments, **more):
             self.entered[number] += 1
-            if name == "collect":
-                monitor, _, _, batch = arguments
-                step = monitor.module.current_epoch, monitor.module.global_step
-                used = json.dumps([os.getpid(), *step, batch.trajectory_B[batch.real_B > 0].tolist()])
+            if name == "on_after_backward":
+                _, trainer, module = arguments
+                batch = module.step_output.batch
+                rows = batch.trajectory_B[batch.real_B > 0].tolist()
+                used = json.dumps([os.getpid(), trainer.current_epoch, trainer.global_step, rows])
                 with open("used.jsonl", "a") as file:
                     file.write(used + "\n")
             return original(*arguments, **more)
@@ -139,7 +139,7 @@ def curves(version: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def check_fit(folder: Path, whole: Path) -> None:
-    """A killed and resumed fit is the undisturbed one."""
+    """A fit that was killed and resumed has the results of one that was not."""
     assert [path.name for path in (folder / "runs" / "arithmetic").iterdir()] == ["version_0"]
     mine, theirs = (path / "runs" / "arithmetic" / "version_0" for path in (folder, whole))
     one, other = (load_file(path / "policy" / "model.safetensors") for path in (mine, theirs))
@@ -157,7 +157,7 @@ def check_fit(folder: Path, whole: Path) -> None:
 
 
 def check_predict(folder: Path, whole: Path) -> None:
-    """A killed and resumed predict is the undisturbed one."""
+    """A predict that was killed and started again has the results of one that was not."""
     parts = sorted(path.name for path in (whole / "sampled").iterdir())
     assert sorted(path.name for path in (folder / "sampled").iterdir()) == parts
     rows = [row for part in parts for row in read_trajectories(folder / "sampled" / part)]
@@ -166,10 +166,10 @@ def check_predict(folder: Path, whole: Path) -> None:
 
 
 def torture(work: Path, kills: int, seed: int) -> Counter:
-    """Kill that often; the number of kills by command and moment.
+    """Kill `kills` times; returns the number of kills by command and moment.
 
     Raises:
-        AssertionError: something is not as in an undisturbed run.
+        AssertionError: a result differs from that of a run that was not killed.
     """
     random.seed(seed)
     torch.set_num_threads(1)
@@ -188,16 +188,16 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
     ]  # fmt: skip
     predict = ["predict", *common, f"--data.problems={problems}", "--data.out=sampled"]
     counts: Counter = Counter()
-    undisturbed = {}
+    references = {}
     for name, arguments in (("fit", fit), ("predict", predict)):
         whole = Command(work / f"whole-{name}", *arguments)
         began = time.monotonic()
         whole.run()
-        undisturbed[name] = whole.folder, time.monotonic() - began, dict(zip(PHASES, whole.entered, strict=True))
+        references[name] = whole.folder, time.monotonic() - began, dict(zip(PHASES, whole.entered, strict=True))
     run = 0
     while counts.total() < kills:
         name, arguments = (("fit", fit), ("predict", predict))[run % 3 == 2]
-        whole, seconds, entered = undisturbed[name]
+        whole, seconds, entered = references[name]
         killed = Command(work / f"{name}-{run}", *arguments)
         while True:
             phases = [phase for phase in PHASES if entered[phase]]
@@ -223,7 +223,7 @@ def main() -> None:
     shutil.rmtree(work)
     for moment, count in sorted(counts.items()):
         print(f"{moment:30} {count}")
-    print("weights, trajectories, curves and files are those of an undisturbed run")
+    print("weights, trajectories, curves and files are those of runs that were not killed")
 
 
 if __name__ == "__main__":

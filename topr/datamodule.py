@@ -1,6 +1,8 @@
-"""Trajectories and problems for the trainer: memory-mapped, in the order of the epoch plan, resumable in mid-epoch."""
+"""The LightningDataModule: memory-mapped trajectories in the order of the epoch plan, and problems to sample from."""
 
+from contextlib import suppress
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -8,109 +10,127 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from topr.evaluation import check_prompts, missing_parts
-from topr.io import InputError, check_counts, check_folder, first_line
-from topr.loaders import ProblemLoader, TrainLoader, numbered
-from topr.losses import advantage_share, positives, silent_groups
-from topr.plan import epoch_plan, microbatch_count
-from topr.policy_files import vocabulary_and_context
-from topr.ranks import refuse
-from topr.rows import resolve_files
+from topr.batching import MicroBatches, ProblemBatch, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
+from topr.distributed import raise_on_all_ranks
+from topr.evaluation import SamplingJob, check_prompts
+from topr.io import InputError, check_folder, first_line
+from topr.losses import Loss, advantage_share, positives, silent_groups
+from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
 from topr.sampling import Sampling
-from topr.tasks.task import Problem
-from topr.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.tasks import Problem, Task
 from topr.trajectories import SCHEMA, read_metadata, validate
+from topr.trajectories.rows import resolve_files
 
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
+NEEDED = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}  # by command
 
 
 class TrajectoryDataModule(LightningDataModule):
     """Trajectories to train on, problems to sample from.
 
     Args:
+        policy: folder or hub name of the policy; like `loss` and `task`, train.py takes it from the model.
+        loss: decides advantages and what a batch must hold.
+        task: reads the problems.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
         val: problems for validation, JSON lines.
-        test: problems for the figures before and after training, JSON lines.
+        test: problems for `test`, and for the figures before and after training, JSON lines.
         problems: problems that `predict` samples, JSON lines.
         samples: responses per problem for `predict` and `test`.
         val_samples: responses per problem for validation.
-        sampling: how responses are sampled.
+        sampling: sampling parameters.
         out: folder for the trajectories that `predict` writes.
         batch_size: trajectories per optimiser step, over all devices.
         microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its responses in it.
-        whole_groups: keep a group's trajectories in one global batch, so that their prompt is computed once. Other
-            batches than those of a plain shuffle: faster, the more so the shorter the responses, but less varied.
+        whole_groups: keep a group's trajectories in one global batch, so that their prompt is computed once. Faster,
+            the more so the shorter the responses, but batches are less varied than those of a plain shuffle.
         num_workers: loader processes.
         seed: of the epoch plan and of sampling.
     """
 
+    trainer: Any  # Lightning sets it
+
     def __init__(
         self,
+        policy: str,
+        loss: Loss,
+        task: Task,
         train: str | list[str] | None = None,
         val: str | None = None,
         test: str | None = None,
         problems: str | None = None,
-        samples: int = 16,
-        val_samples: int = 4,
+        samples: PositiveInt = 16,
+        val_samples: PositiveInt = 4,
         sampling: Sampling = Sampling(),
         out: str | None = None,
-        batch_size: int = 64,
-        microbatch_tokens: int = 16384,
+        batch_size: PositiveInt = 64,
+        microbatch_tokens: PositiveInt = 16384,
         whole_groups: bool = False,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         seed: int = 0,
     ):
         super().__init__()
-        check_counts("data.", samples=samples, val_samples=val_samples, batch_size=batch_size)
-        check_counts("data.", least=0, most=1024, num_workers=num_workers)
+        self.policy, self.loss, self.task = policy, loss, task
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
         self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
         self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
-        self.whole_groups = whole_groups
-        self.refusal: InputError | None = None
+        if whole_groups and loss.grouping == "pair":
+            raise InputError(f"data.whole_groups is true, but {type(loss).__name__} draws pairs; set it to false")
+        self.grouping = "group" if whole_groups else loss.grouping
+        self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
 
     def prepare_data(self) -> None:
-        """Check every file that this command reads before anything is written or put on a device.
+        """Fill the memory-mapped cache on one rank of each node, before the others open it; `setup` reports errors."""
+        if self.trainer.state.fn == "fit" and self.train:
+            with suppress(InputError):
+                self.rows  # noqa: B018
 
-        This runs on one rank of a node, so that `setup`, which runs on all, tells what was found.
-        """
+    def setup(self, stage: str) -> None:
+        """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
+        error = None
         try:
-            self._check()
-        except InputError as error:
-            self.refusal = error
+            self._check(self.trainer.state.fn.value)
+            if stage == "fit":
+                self._prepare_training()
+        except InputError as found:
+            error = found
+        raise_on_all_ranks(error)
 
-    def _check(self) -> None:
-        stage, policy = self.trainer.state.fn, self.trainer.lightning_module.policy_path
-        needed = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}[stage]
-        for name in needed:
+    def _check(self, command: str) -> None:
+        for name in NEEDED[command]:
             if not getattr(self, name):
-                raise InputError(f"data.{name} is not set; {stage.value} needs it")
-        tokenizer = load_tokenizer(policy)
-        for split in ("val", "test") if stage == "fit" else needed[:1]:
-            if problems := self.read_problems(split):
-                check_prompts(policy, tokenizer, self.trainer.lightning_module.task, problems, self.sampling)
-        if stage == "predict":
-            check_folder("data.out:", self.out)
-            self.missing()
-        expected = tokenizer_fingerprint(tokenizer)
-        vocabulary, context = vocabulary_and_context(policy)
-        for path, metadata in zip(self.files, self.metadata, strict=True) if stage == "fit" else ():
-            if metadata["tokenizer"] not in (None, expected):
-                raise InputError(
-                    f"{path} was tokenised with another tokenizer than that of policy {policy!r}; train a policy with "
-                    "that tokenizer or import the text again for this one"
-                )
-            validate(path, vocabulary, min(self.microbatch_tokens, context))
-        if stage == "fit":
-            self.rows  # noqa: B018 - fills the memory-mapped cache once, before the other ranks open it
+                raise InputError(f"data.{name} is not set; {command} needs it")
+        for split in ("val", "test") if command == "fit" else NEEDED[command][:1]:
+            check_prompts(self.policy, self.task, self.read_problems(split), self.sampling)
+        if command == "predict":
+            check_folder("data.out:", str(self.out))
+            self.sampling_job.missing_parts(Path(str(self.out)))
+
+    def _prepare_training(self) -> None:
+        """Derive lengths, groups and advantages of the whole data set, and plan the first epoch."""
+        table = self.rows.data.table
+        self.reward = table["reward"].to_numpy()
+        lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
+        self.sizes = np.stack((prompt_index(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
+        # combined first: otherwise each chunk would get a dictionary of its own
+        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
+        # the number of batches of whole groups, and of their micro-batches, can differ from epoch to epoch
+        self.trainer.reload_dataloaders_every_n_epochs = 1
+        if self.val is None:
+            self.trainer.limit_val_batches = 0
+        about = {"mean_reward": self.reward.mean(), **self.shares(), "updates_an_epoch": len(self.plan(0))}
+        about["groups_without_gradient"] = silent_groups(self.advantage(0), self.group)
+        figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items())
+        rank_zero_info(f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}")
 
     @cached_property
     def files(self) -> list[str]:
         """The training files."""
-        return resolve_files(self.train)
+        return resolve_files(self.train or [])
 
     @cached_property
     def metadata(self) -> list[dict[str, Any]]:
@@ -118,143 +138,118 @@ class TrajectoryDataModule(LightningDataModule):
         return [read_metadata(path) for path in self.files]
 
     @cached_property
-    def rows(self):
-        """The training columns as a memory-mapped `datasets.Dataset`: resident memory does not grow with the files."""
+    def rows(self) -> Any:
+        """The training columns as a memory-mapped `datasets.Dataset`: memory does not grow with the files."""
         import datasets
 
+        expected = tokenizer_fingerprint(load_tokenizer(self.policy))
+        vocabulary, context = vocabulary_and_context(self.policy)
+        for path, metadata in zip(self.files, self.metadata, strict=True):
+            if metadata["tokenizer"] not in (None, expected):
+                message = f"{path} was tokenised with another tokenizer than that of policy {self.policy!r}"
+                raise InputError(f"{message}; train a policy with that tokenizer or import the text again")
+            if self.trainer.local_rank == 0:  # once a node; the other ranks hear of errors in `setup`
+                validate(path, vocabulary, min(self.microbatch_tokens, context))
         datasets.disable_progress_bars()
         features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in TRAINING_COLUMNS]))
+        columns: Any = {"columns": TRAINING_COLUMNS, "features": features}
         try:
-            rows = datasets.load_dataset(
-                "parquet", data_files=self.files, split="train", columns=TRAINING_COLUMNS, features=features
-            )
-        except (OSError, datasets.exceptions.DatasetGenerationError) as error:  # the latter from one of the former
-            raise InputError(
-                f"the cache of data.train cannot be written to {datasets.config.HF_DATASETS_CACHE} "
-                f"({first_line(error.__cause__ or error)}); make room there, or set HF_DATASETS_CACHE to another folder"
-            ) from error
+            rows = datasets.load_dataset("parquet", data_files=self.files, split="train", **columns)
+        except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+            message = f"the cache of data.train cannot be written to {datasets.config.HF_DATASETS_CACHE}"
+            reason = first_line(error.__cause__ or error)
+            raise InputError(f"{message} ({reason}); make room there, or set HF_DATASETS_CACHE") from error
         return rows.with_format("arrow")
-
-    def setup(self, stage: str) -> None:
-        """Derive lengths and advantages from the whole data set.
-
-        Raises:
-            InputError: what `prepare_data` found, or the loss, or the plan of the first epoch.
-        """
-        refuse(self.refusal)
-        if stage == "fit":
-            try:
-                self._plan()
-            except InputError as error:
-                self.refusal = error
-            refuse(self.refusal)
-
-    def _plan(self) -> None:
-        table, loss = self.rows.data.table, self.trainer.lightning_module.loss
-        self.reward = table["reward"].to_numpy()
-        lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
-        self.sizes = np.stack((numbered(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
-        # a dictionary of each of its chunks would be made anew for all of them
-        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        if self.whole_groups and loss.grouping == "pair":
-            raise InputError(
-                f"data.whole_groups is true, but {type(loss).__name__} draws pairs, which are shuffled one by one; set "
-                "it to false"
-            )
-        self.grouping = "group" if self.whole_groups else loss.grouping
-        # batches of whole groups, and with them micro-batches, can differ in number from epoch to epoch
-        self.trainer.reload_dataloaders_every_n_epochs = 1
-        if self.val is None:
-            self.trainer.limit_val_batches = 0
-        shares, silent = self.shares(), silent_groups(self.advantage(0), self.group)
-        told = f", {silent} of them without a gradient" if loss.grouping == "group" else ""
-        baseline = f" at baseline {shares['baseline']:.3g}" if "baseline" in shares else ""
-        rank_zero_info(
-            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups{told}, {self.sizes[2].sum()} response "
-            f"tokens, mean reward {self.reward.mean():.3f}, {shares['positive_share']:.1%} positive, effective share "
-            f"{shares['effective_positive_share']:.1%}{baseline}; {len(self.plan(0))} updates an epoch "
-            f"of {self.microbatches(0)} micro-batch(es)"
-        )
 
     def shares(self) -> dict[str, float]:
         """The share p of positives, the effective share, and the baseline of a loss that subtracts one everywhere."""
-        advantage, of_group = self.advantage(0), self.trainer.lightning_module.loss.grouping == "group"
-        shares = {
-            "positive_share": float(positives(advantage, of_group).mean()),
-            "effective_positive_share": advantage_share(advantage),
-        }
-        baseline = {"baseline": float(np.mean(self.reward.astype(np.float64) - advantage))}
-        return shares if of_group else shares | baseline
-
-    @property
-    def unit(self) -> int:
-        """Neighbours of a global batch that share a micro-batch."""
-        return 2 if self.grouping == "pair" else 1
+        advantage, of_group = self.advantage(0), self.loss.grouping == "group"
+        shares = {"positive_share": float(positives(advantage, of_group).mean())}
+        shares["effective_positive_share"] = advantage_share(advantage)
+        return shares if of_group else shares | {"baseline": float(np.mean(self.reward.astype(float) - advantage))}
 
     @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
     def advantage(self, epoch: int) -> np.ndarray:
-        """Advantages in an epoch: some losses draw other ones in each."""
-        return self.trainer.lightning_module.loss.advantages(self.reward, self.group, self.seed, epoch)
+        """Advantages in an epoch: some losses draw them anew in each."""
+        return self.loss.advantages(self.reward, self.group, self.seed, epoch)
 
     @lru_cache(maxsize=1)  # noqa: B019
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The global batches of an epoch."""
-        return epoch_plan(
-            self.group,
-            self.advantage(epoch) >= 0,
-            batch_size=self.batch_size,
-            grouping=self.grouping,
-            seed=self.seed,
-            epoch=epoch,
-        )
+        settings: Any = {"batch_size": self.batch_size, "grouping": self.grouping, "seed": self.seed}
+        return epoch_plan(self.group, self.advantage(epoch) >= 0, epoch=epoch, **settings)
 
+    @lru_cache(maxsize=1)  # noqa: B019
     def microbatches(self, epoch: int) -> int:
-        """Micro-batches of each update, K: the least for which none of any rank exceeds `microbatch_tokens`."""
-        return microbatch_count(
-            self.plan(epoch),
-            self.sizes,
-            microbatch_tokens=self.microbatch_tokens,
-            ranks=self.trainer.world_size,
-            unit=self.unit,
-        )
+        """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
+        plan, bound, ranks = self.plan(epoch), self.microbatch_tokens, self.trainer.world_size
+        return microbatch_count(plan, self.sizes, microbatch_tokens=bound, ranks=ranks, unit=self.unit)
 
     def train_dataloader(self) -> TrainLoader:
-        """The micro-batches of the trainer's current epoch; sets the trainer's accumulation to their number a step."""
-        loader = TrainLoader(self, self.trainer.current_epoch)
-        self.trainer.accumulate_grad_batches = loader.batches.count
-        return loader
+        """The micro-batches of the trainer's current epoch."""
+        epoch = self.trainer.current_epoch
+        batches = MicroBatches(
+            rows=self.rows,
+            sizes=self.sizes,
+            advantage=self.advantage(epoch),
+            plan=self.plan(epoch),
+            count=self.microbatches(epoch),
+            unit=self.unit,
+            rank=self.trainer.global_rank,
+            ranks=self.trainer.world_size,
+        )
+        return TrainLoader(batches, epoch, self.num_workers)
 
+    @lru_cache(maxsize=4)  # noqa: B019
     def read_problems(self, split: str) -> list[Problem]:
-        """Problems of `val`, `test` or `problems`; none where the split is not set."""
+        """Problems of `val`, `test` or `problems`; none if the split is not set."""
         path = getattr(self, split)
         try:
-            return self.trainer.lightning_module.task.problems(path) if path is not None else []
+            return self.task.problems(path) if path is not None else []
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
 
-    def share(self, split: str) -> list[Problem]:
-        """This rank's problems of a split."""
-        return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
+    def problem_batch(self, split: str) -> ProblemBatch:
+        """This rank's problems of `val` or `test`; perhaps none, but every rank takes part in sampling."""
+        problems = self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
+        samples = self.val_samples if split == "val" else self.samples
+        return ProblemBatch(problems, samples, self.sampling, self.seed)
 
     def val_dataloader(self) -> ProblemLoader:
-        return ProblemLoader([self.share("val")])  # one batch, empty where a rank has no problem: all take part
+        return ProblemLoader([self.problem_batch("val")])
 
     def test_dataloader(self) -> ProblemLoader:
-        return ProblemLoader([self.share("test")])
+        return ProblemLoader([self.problem_batch("test")])
+
+    @cached_property
+    def sampling_job(self) -> SamplingJob:
+        """What `predict` samples."""
+        problems, precision = self.read_problems("problems"), str(self.trainer.precision)
+        return SamplingJob(self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision)
 
     def predict_dataloader(self) -> ProblemLoader:
-        """The files that this rank is to sample, as many as any other rank: sharded ones need each other."""
-        missing = self.trainer.strategy.broadcast(self.missing() if self.trainer.is_global_zero else None)
-        missing += [(Path(), [])] * (-len(missing) % self.trainer.world_size or not missing)
-        return ProblemLoader(missing[self.trainer.global_rank :: self.trainer.world_size])
+        """The files that this rank samples, as many as any other rank: sharded policies need each other."""
+        missing = self.sampling_job.missing_parts(Path(str(self.out))) if self.trainer.is_global_zero else []
+        missing = self.trainer.strategy.broadcast(missing)
+        ranks = self.trainer.world_size
+        missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)
+        own = missing[self.trainer.global_rank :: ranks]
+        return ProblemLoader([ProblemBatch(parts, self.samples, self.sampling, self.seed, path) for path, parts in own])
 
-    def missing(self) -> list[tuple[Path, list[Problem]]]:
-        """The files of data.out that are still to be sampled, with their problems."""
-        problems = self.read_problems("problems")
-        return missing_parts(Path(self.out), problems, self.trainer.lightning_module.describe(problems))
-
-    def place(self, trajectory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Number of the training file that each row number lies in, and the row's number there."""
+    def place(self, trajectory: np.ndarray) -> list[str]:
+        """File and row number of trajectories, for messages."""
         ends = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in self.files])
-        file = np.searchsorted(ends, trajectory, side="right") - 1
-        return file, trajectory - ends[file]
+        files = self.file_index(trajectory)
+        return [f"row {row} of {self.files[file]}" for row, file in zip(trajectory - ends[files], files, strict=True)]
+
+    def file_index(self, trajectory: np.ndarray) -> np.ndarray:
+        """The index of the training file that holds each trajectory."""
+        ends = np.cumsum([pq.read_metadata(path).num_rows for path in self.files])
+        return np.searchsorted(ends, trajectory, side="right")
+
+
+def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
+    """An integer for each row of a column of lists, equal for equal lists, the same on every rank."""
+    chunks = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)
+    digests = [b"".join(blake2b(ids, digest_size=8).digest() for ids in rows) for rows in chunks]
+    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]

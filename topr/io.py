@@ -1,8 +1,6 @@
-"""What every command shares: errors of one sentence, exit codes, atomic writes."""
+"""One-sentence errors, exit codes, argument parsing, atomic writes: what every command shares."""
 
-import argparse
 import errno
-import glob
 import os
 import re
 import shutil
@@ -12,71 +10,98 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-LONGEST_SENTENCE = 450  # characters of a message, which may quote the input
+import jsonargparse
+
+LONGEST_MESSAGE = 450  # characters; a message may quote the input
 
 
 class InputError(ValueError):
-    """Bad input or configuration, told in one sentence: what, where, what was expected, the remedy."""
+    """Bad input or configuration, explained in one sentence: what, where, what was expected, the remedy."""
 
 
 class DivergedError(InputError):
-    """Training has come to numbers that are NaN or infinite."""
+    """Training has produced numbers that are NaN or infinite."""
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """One whose errors are an `InputError`, and which takes no argument by its first letters."""
+class OneSentenceErrors:
+    """Mixin for a jsonargparse parser: its errors are `InputError`s, and arguments cannot be abbreviated."""
+
+    hint = " (--help lists every argument)"
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists every argument)")
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        sentence = re.sub(r"\s+", " ", str(message)).replace(self.hint, "")
+        for library_words in (
+            r"Does not validate against any of .*? Errors: - (.*?) - .*",
+            r"Type typing.Callable\[.*?\] expects a function or a callable class:()",
+            r"- Expected a path but .*? - ()",
+            r"Parser key ()",
+            r"<class '(\w+)'>",
+        ):
+            sentence = re.sub(library_words, r"\1", sentence)
+        raise InputError(sentence.strip() + self.hint) from ex
+
+    def parse_path(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(path, *args, **kwargs)  # type: ignore[misc]
+        except (InputError, UnicodeDecodeError) as error:  # neither names the file
+            raise InputError(f"{path}: {error}") from error
+
+
+class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
+    """The parser of every command but `train.py`."""
 
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Turn an `InputError` into its sentence on standard error and exit code 2, a warning into one without source."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    """Print bad input and a full disk as one sentence, with exit code 2; print warnings without their source."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         yield
-    except InputError as error:
-        print(f"error: {printable(str(error), LONGEST_SENTENCE)}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"error: the disk is full{where}; what is complete is kept: make room and start again", file=sys.stderr)
+    except (InputError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            message = f"the disk is full ({error.filename}); complete files are kept: make room and start again"
+        print(f"error: {printable(message, LONGEST_MESSAGE)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def printable(text: str, limit: int, kept: str = "") -> str:
-    """Text without what would break a line or steer a terminal, but for the characters `kept`, cut in its middle."""
+    """Text without control characters, except those in `kept`, shortened in its middle to `limit` characters."""
     text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
     cut = len(text) - limit
     return f"{text[: limit // 2]} [… {cut:,} characters …] {text[-limit // 2 :]}" if cut > 0 else text
 
 
-def first_line(error: Exception) -> str:
-    """The first line of a library's message, for use inside one of ours, and the second where it is a heading."""
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, for use in one of ours; with the second where the first is a heading."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether that is what an error of Python, torch or CUDA tells."""
-    told = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and told is not None)
+def root_cause(error: BaseException) -> BaseException:
+    """The `InputError` that a library has wrapped, or the error itself."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, InputError):
+        inner = inner.__cause__ or inner.__context__
+    return inner or error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch or CUDA ran out of memory."""
+    found = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and found is not None)
 
 
 def check_counts(prefix: str, least: int = 1, most: int = 2**31 - 1, **counts: int | None) -> None:
-    """Refuse counts outside of `least` to `most`; None stands for a default.
-
-    Raises:
-        InputError: the first that is, named with its prefix.
-    """
+    """Raise an InputError for a count outside [least, most], named with the prefix; None stands for a default."""
     for name, value in counts.items():
         if value is not None and not least <= value <= most:
             bound = f"least {least}" if value < least else f"most {most}"
@@ -84,53 +109,40 @@ def check_counts(prefix: str, least: int = 1, most: int = 2**31 - 1, **counts: i
 
 
 def check_file(path: str | Path, remedy: str = "name a file") -> None:
-    """Refuse whatever is no regular file, before it is read: a pipe would wait, a device never end.
-
-    Raises:
-        InputError: it is none.
-    """
-    if not os.path.isfile(path):  # of names that no file can have, Path.is_file raises
-        found = "is no regular file" if os.path.lexists(path) else "does not exist"
+    """Raise an InputError unless this is a regular file: a pipe would wait, a device never end."""
+    if not os.path.isfile(path):
+        found = "is not a regular file" if os.path.lexists(path) else "does not exist"
         raise InputError(f"{path} cannot be read: it {found}; {remedy}")
 
 
 def check_folder(name: str, path: str | Path) -> None:
-    """Refuse a place where no folder can be written, before the work starts."""
-    there = next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
+    """Raise an InputError if no folder can be written at `path`, before any work starts."""
+    there = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise InputError(
-            f"{name} {path} cannot be written: {there} takes no file ({error.strerror}); name another place"
-        ) from error
+        reason = f"{there} takes no file ({error.strerror})"
+        raise InputError(f"{name} {path} cannot be written: {reason}; name another place") from error
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`, a file or a folder to write; rename it to `path` when the block succeeds.
 
-    A block that fails, or a process killed inside, leaves `path` as it was.
-
-    Raises:
-        InputError: a folder stands at `path`, unless it is a model's, which a new model replaces.
+    A block that fails, or a process that is killed inside it, leaves `path` as it was. Of folders only a policy's, an
+    adapter's or a sharded checkpoint's is replaced.
     """
     path = Path(path)
     temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    # a policy, adapters, a sharded checkpoint
-    replaceable = any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json", "meta.pt"))
-    if os.path.isdir(path) and not replaceable:
+    replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt"))
+    if path.is_dir() and not replaceable:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, glob.escape(path.name))
-        temporary.touch()
-        temporary.unlink()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path} cannot be written ({reason}); name another place") from error
+    check_folder("the file", path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
     try:
         yield temporary
-        for file in [temporary, *temporary.rglob("*")]:  # on the disk before it has its name, lest a power cut empty it
+        for file in [temporary, *temporary.rglob("*")]:  # on the disk before the rename, or a power cut could empty it
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -139,26 +151,37 @@ def atomic(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
         shutil.rmtree(aside, ignore_errors=True)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
-def sweep(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left in a folder of files of this name, a pattern: temporaries without a process."""
-    for path in folder.glob(f".{name}.*.*"):
-        *_, number, end = path.name.split(".")
-        if end in ("tmp", "old") and number.isdigit() and not _runs(int(number)):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
-def _runs(number: int) -> bool:
-    """Whether another process has this number; in a container, this one often has that of the one before."""
+def remove(path: Path) -> None:
+    """Remove a file or a folder if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a folder."""
+    for path in folder.glob(".*.*.*"):
+        *_, process, end = path.name.split(".")
+        if end in ("tmp", "old") and process.isdigit() and not _is_running(int(process)):
+            remove(path)
+
+
+def _is_running(process: int) -> bool:
+    """Whether another process has this id; in a container, this process often has the id of the one before."""
     try:
-        os.kill(number, 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return number != os.getpid()
+    return process != os.getpid()

@@ -1,266 +1,252 @@
-"""Sample, curate, train, and again with the policy that came out of it; every policy on the way is evaluated.
+"""Sample, curate, train, and again with the new policy; every policy on the way is tested.
 
 python -m topr.iterate --config configs/arithmetic.yaml --iterations 4
 
-Under --out lie, for each iteration i, iteration_i/test (responses of the policy that it begins with, to data.test),
-iteration_i/samples (its responses to data.problems), iteration_i/train.parquet (those that are trained on) and
-iteration_i/fit (the run, and in it the next policy); results.json, .md and .png; and tensorboard/, one run over all.
-Each of them is whole or absent. Killed, the same command goes on where it was and ends with the same results.
+Every stage is a process of train.py whose output is complete or absent, so that the same command resumes a killed one.
 """
 
-import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jsonargparse
+import numpy as np
 import yaml
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from topr.curation import Curation, Way, add_arguments, curate, tell
-from topr.evaluation import cell
-from topr.io import ArgumentParser, InputError, atomic, check_counts, check_folder, command
-from topr.progress import measure, summary, table, write_events, write_results
-from topr.ranks import die_with_parent
+from topr.distributed import die_with_parent
+from topr.evaluation import group_by_problem, per_problem, summarise
+from topr.evaluation.pipeline import read_parts
+from topr.evaluation.report import cell, is_summary, write_report
+from topr.io import ArgumentParser, InputError, check_folder, command, write_text
 from topr.tasks import Task
-from topr.trajectories import read_metadata
+from topr.trajectories import Trajectory, read_metadata
+from topr.trajectories.curate import Curation, Way
+from topr.trajectories.curate import curate as write_curated
 
-TRAIN = Path(__file__).parent.parent / "train.py"
-SEEDS = 1000  # iterations that a seed has seeds for: the last of them is that of every test
-# given by the driver
-OWN = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
-# of the configuration, what may change when an interrupted command is given again: where it runs, not what it computes
-FREE = ("model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward")
-FREE += ("data.microbatch_tokens", "data.num_workers", "trainer.enable_progress_bar", "trainer.accelerator")
-FREE += ("trainer.devices", "trainer.num_nodes", "trainer.strategy", "model.compile")
-
-
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The driver's arguments, and those for train.py."""
-    parser = ArgumentParser(
-        prog="python -m topr.iterate",
-        description="Sample, curate, train and evaluate, several times over.",
-        epilog="Everything else, --config FILE first of all, goes to train.py; its fit --help lists the keys.",
-    )
-    parser.add_argument("--iterations", type=int, default=4, help="times to sample and train (default 4)")
-    parser.add_argument("--out", type=Path, help="folder to write (default: the logger's, its name with -iterated)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is left to chance (default 0)")
-    parser.add_argument("--curate", choices=get_args(Way), default="uniform", help="what to train on: topr.curation")
-    parser.add_argument("--pool", type=int, help="responses to each training problem (default: data.samples)")
-    add_arguments(parser)
-    parser.add_argument(
-        "--before-sampling",
-        metavar="COMMAND",
-        help="for the shell, with the policy's folder in $POLICY: to put it on the servers of a ServerSampler",
-    )
-    args, rest = parser.parse_known_args()
-    check_counts("--", most=SEEDS - 1, iterations=args.iterations)
-    check_counts("--", least=0, most=2**32 // SEEDS - 1, seed=args.seed)
-    check_counts("--", pool=args.pool, budget=args.budget)
-    for argument in rest:
-        if argument.startswith(OWN):
-            raise InputError(f"{argument.partition('=')[0]} is set anew for each iteration; give --out and --seed")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # by torchrun
-        raise InputError("start topr.iterate once and not on every rank: train.py starts the processes of this node")
-    return args, rest
+TRAIN = str(Path(__file__).parent.parent / "train.py")
+LOGGER = "trainer.logger.init_args"
+SEEDS = 1000  # that follow from one --seed: one for each iteration, and the last for every test
+SET_HERE = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
+# of the configuration, what may change when a command is resumed: where it runs, not what it computes
+MAY_CHANGE: tuple[str, ...]
+MAY_CHANGE = ("model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward")
+MAY_CHANGE += ("model.compile", "data.microbatch_tokens", "data.num_workers", "trainer.enable_progress_bar")
+MAY_CHANGE += ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 
-def train(*arguments: str, read: bool = False) -> str | None:
-    """Run train.py in a process of its own, which is ended, and waited for, with this one.
+def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False) -> str:
+    """Run a stage of train.py in a process of its own, which ends before this one does: what it prints, if `read`.
 
-    Returns:
-        What it printed, if that is to be read.
-
-    Raises:
-        SystemExit: it failed and has said why: 2 for bad input, 143 for a signal, else 1.
+    A stage that fails has printed why; SystemExit has its code: 2 for bad input, 143 for a signal, else 1.
     """
     sys.stdout.flush()
     child = subprocess.Popen(
-        [sys.executable, TRAIN, *arguments],
+        [sys.executable, TRAIN, stage, *rest, *(f"--{key}={value}" for key, value in given.items())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if read else None,
         text=True,
-        start_new_session=True,  # else a terminal's Ctrl-C would reach it beside the signal below
+        start_new_session=True,  # else Ctrl-C in a terminal would reach it in addition to the signal below
         preexec_fn=die_with_parent,
     )
-    try:
-        told, _ = child.communicate()
-    except BaseException:  # a signal's, most likely
-        child.terminate()
-        child.wait()
-        raise
-    code = child.returncode
-    if code not in (0, 2, 143, -signal.SIGTERM):
-        print(f"train.py {arguments[0]} ended with code {code}; the same command goes on from there", file=sys.stderr)
+    with child:  # waits for its end
+        try:
+            output, _ = child.communicate()
+        except BaseException:  # a signal, most likely
+            child.terminate()
+            raise
+    code = 143 if child.returncode == -signal.SIGTERM else child.returncode
+    if code not in (0, 2, 143):
+        print(f"train.py {stage} ended with code {code}; the same command resumes there", file=sys.stderr)
     if code:
-        raise SystemExit({2: 2, 143: 143, -signal.SIGTERM: 143}.get(code, 1))
-    return told
+        raise SystemExit(code if code in (2, 143) else 1)
+    return output
 
 
-class Iterations:
-    """The stages of an iteration, each of which does nothing where its output lies there.
+def load_config(rest: list[str], before_sampling: str | None) -> dict[str, Any]:
+    """The configuration of train.py; an InputError for what would otherwise fail late, or not at all."""
+    for argument in rest:
+        if argument.startswith(SET_HERE):
+            raise InputError(f"{argument.partition('=')[0]} is set anew for each iteration; give --out and --seed")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # by torchrun
+        raise InputError("start topr.iterate once and not on every rank: train.py starts the processes of this node")
+    config = yaml.safe_load(train("fit", rest, {"print_config": ""}, read=True))
+    data, model, trainer = config["data"], config["model"], config["trainer"]
+    if "TensorBoardLogger" not in str(trainer["logger"]) or trainer["fast_dev_run"]:
+        raise InputError("each fit needs a folder: give one TensorBoardLogger, and no trainer.fast_dev_run")
+    if "ServerSampler" in str(model["sampler"]) and not before_sampling:
+        raise InputError(
+            "model.sampler is a ServerSampler, but each iteration samples from another policy: give "
+            "--before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
+        )
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("task", type=Task)
+    task = parser.instantiate(parser.parse_object({"task": model["task"]})).task
+    for name in ("test", "problems"):
+        if not data[name]:
+            raise InputError(f"data.{name} is not set; topr.iterate needs data.test and data.problems")
+        task.problems(data[name])
+    return config
+
+
+def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested dictionaries by their dotted keys."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values
+
+
+def check_settings(out: Path, now: dict[str, Any]) -> None:
+    """Compare the settings with those of the results in a folder, and keep them in iterate.json."""
+    path = out / "iterate.json"
+    before = json.loads(path.read_text()) if any(out.glob("iteration_*")) else now
+    for key in before | now:
+        raised = key == "--iterations" and now[key] > before[key]
+        if before.get(key) != now.get(key) and not raised and not key.startswith(MAY_CHANGE):
+            raise InputError(
+                f"{out} holds results with {key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}; give the "
+                "same command (--iterations may be raised), or another --out"
+            )
+    write_text(path, json.dumps(now, indent=2) + "\n")
+
+
+def iterate(
+    rest: list[str],
+    selection: dict[str, Any],
+    iterations: PositiveInt = 4,
+    out: Path | None = None,
+    seed: NonNegativeInt = 0,
+    curate: Way = "uniform",
+    pool: PositiveInt | None = None,
+    before_sampling: str | None = None,
+) -> None:
+    """Sample, curate, train and test, several times over.
 
     Args:
-        args: the driver's arguments.
-        rest: those for train.py.
-
-    Raises:
-        InputError: they do not go together, or not with what lies under --out.
+        rest: arguments of train.py
+        selection: budget (data.samples by default), share and total of the `Curation`
+        iterations: times to sample and train
+        out: folder to write; by default the logger's, its name with -iterated
+        seed: of everything that is random
+        curate: what to train on, see python -m topr.trajectories curate
+        pool: responses to each training problem; data.samples by default
+        before_sampling: shell command that puts the policy whose folder is in $POLICY on the servers of a ServerSampler
     """
+    config = load_config(rest, before_sampling)
+    policy, data, logger = config["model"]["policy"], config["data"], config["trainer"]["logger"]["init_args"]
+    pool = pool or data["samples"]
+    if curate != "share":
+        selection["budget"] = selection["budget"] or data["samples"]
+        if selection["budget"] > pool:
+            raise InputError(f"--budget {selection['budget']} is more than the {pool} responses sampled; raise --pool")
+    curation = Curation(curate, **selection)
+    out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
+    check_folder("--out", out)
+    own = {"iterations": iterations, "seed": seed, "curate": curate, "pool": pool, **selection}
+    check_settings(out, {f"--{name}": value for name, value in own.items()} | flat(config))
+    served = None
 
-    def __init__(self, args: argparse.Namespace, rest: list[str]):
-        self.args, self.rest, self.served = args, rest, None
-        config = yaml.safe_load(train("fit", *rest, "--print_config", read=True))
-        self.policy, self.data = config["model"]["policy"], config["data"]
-        self.curation = self._check(config)
-        self.out = args.out or Path("{save_dir}/{name}-iterated".format(**config["trainer"]["logger"]["init_args"]))
-        check_folder("--out", self.out)
-        self._remember(config)
+    def sample(folder: Path, seed: int, problems: str, samples: int) -> None:
+        """Responses of the policy, in a folder that appears when all of them are there."""
+        nonlocal served
+        if folder.exists():
+            return
+        if before_sampling and served != policy:
+            name = str(Path(policy).absolute()) if Path(policy).exists() else policy
+            if code := subprocess.run(before_sampling, shell=True, env=os.environ | {"POLICY": name}).returncode:
+                raise InputError(f"--before-sampling ended with code {code} for the policy {name}; correct it")
+            served = policy
+        partial = folder.with_name(f"{folder.name}.partial")
+        given = {"model.policy": policy, "seed_everything": seed, "data.out": partial}
+        train("predict", rest, given | {"data.problems": problems, "data.samples": samples})
+        if not partial.exists():
+            raise InputError(f"the sampler left out every response to {problems}; look at its warnings")
+        partial.rename(folder)
 
-    def _check(self, config: dict[str, Any]) -> Curation:
-        """What the driver needs of the configuration; the rest is checked by the stages."""
-        args, samples = self.args, self.data["samples"]
-        parser = jsonargparse.ArgumentParser()
-        parser.add_argument("task", type=Task)
-        task = parser.instantiate(parser.parse_object({"task": config["model"]["task"]})).task
-        for name in ("test", "problems"):
-            if not self.data[name]:
-                raise InputError(f"data.{name} is not set; topr.iterate needs data.test and data.problems")
-            try:
-                task.problems(self.data[name])  # as a mistake in the latter would be found after the first test
-            except InputError as error:
-                raise InputError(f"data.{name}: {error}") from error
-        logger, sampler = config["trainer"]["logger"], config["model"]["sampler"] or {}
-        one = isinstance(logger, dict) and logger["class_path"].endswith("TensorBoardLogger")
-        if not one or config["trainer"]["fast_dev_run"]:
-            raise InputError(
-                "each fit needs a folder: give one logger, a TensorBoardLogger, and no trainer.fast_dev_run"
-            )
-        if "ServerSampler" in sampler.get("class_path", "") and not args.before_sampling:
-            raise InputError(
-                "model.sampler is a ServerSampler, but each iteration samples from another policy: give "
-                "--before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
-            )
-        args.pool = args.pool or samples
-        if args.curate != "share" and args.budget is None:
-            args.budget = samples
-        if args.budget and args.budget > args.pool:
-            raise InputError(f"--budget {args.budget} is more than the {args.pool} responses sampled; raise --pool")
-        return Curation(args.curate, args.budget, args.share, args.total)
-
-    def _remember(self, config: dict[str, Any]) -> None:
-        """Keep what was asked for, or compare with what was."""
-        names = ("iterations", "seed", "curate", "pool", "budget", "share", "total")
-        now = {f"--{name}": getattr(self.args, name) for name in names} | flat(config)
-        path = self.out / "iterate.json"
-        try:
-            before = json.loads(path.read_text()) if path.exists() else now
-            raised = before["--iterations"] < now["--iterations"]
-            changed = [key for key in before | now if before.get(key) != now.get(key) and not key.startswith(FREE)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} does not say what was begun there; name another --out") from error
-        begun = any(self.out.glob("iteration_*"))  # a command that made nothing may be mended
-        for key in changed:
-            if begun and (key != "--iterations" or not raised):
-                raise InputError(
-                    f"{self.out} was begun with {key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}; give "
-                    "the command as it was (--iterations may be raised), or another --out"
-                )
-        with atomic(path) as temporary:
-            temporary.write_text(json.dumps(now, indent=2) + "\n")
-
-    def folder(self, i: int) -> Path:
-        return self.out / f"iteration_{i}"
-
-    def sample(self, policy: str, seed: int, problems: str, samples: int, out: Path) -> None:
-        """Responses of a policy in a folder."""
-        if self.args.before_sampling and self.served != policy:
-            known = str(Path(policy).absolute()) if Path(policy).exists() else policy
-            code = subprocess.run(self.args.before_sampling, shell=True, env=os.environ | {"POLICY": known}).returncode
-            if code:
-                raise InputError(f"--before-sampling ended with code {code} for the policy {known}; mend it")
-            self.served = policy
-        keys = {"model.policy": policy, "seed_everything": seed, "data.out": out}
-        keys |= {"data.problems": problems, "data.samples": samples}
-        train("predict", *self.rest, *(f"--{key}={value}" for key, value in keys.items()))
-
-    def test(self, i: int, policy: str) -> dict[str, Any]:
-        """What `measure` says of a policy's responses to data.test."""
-        path = self.folder(i) / "test.json"
-        if not path.exists():
-            seed = SEEDS * self.args.seed + SEEDS - 1  # the same for every policy
-            self.sample(policy, seed, self.data["test"], self.data["samples"], self.folder(i) / "test")
-            with atomic(path) as temporary:
-                temporary.write_text(json.dumps(measure(self.folder(i) / "test")) + "\n")
-        return json.loads(path.read_text())
-
-    def choose(self, i: int, policy: str) -> dict[str, Any]:
-        """Sample the training problems and write train.parquet: what `curate` says of it."""
-        path, folder, seed = self.folder(i) / "train.parquet", self.folder(i) / "samples", SEEDS * self.args.seed + i
-        if not path.exists():
-            self.sample(policy, seed, self.data["problems"], self.args.pool, folder)
-            files = [str(part) for part in sorted(folder.glob("part-*.parquet"))]
-            if not files:
-                raise InputError(f"{folder} holds no responses to train on; look at the sampler's warnings")
-            print(tell(curate(files, path, replace(self.curation, seed=seed), iteration=i)))
-        return read_metadata(path)["sampling"]["curation"]
-
-    def fit(self, i: int, policy: str) -> Path:
-        """Train a policy on train.parquet: the folder of the run."""
-        folder, logger = self.folder(i), "trainer.logger.init_args"
-        keys = {"model.policy": policy, "seed_everything": SEEDS * self.args.seed + i, "ckpt_path": "last"}
-        keys |= {"data.train": folder / "train.parquet", "data.test": "null"}
-        keys |= {f"{logger}.save_dir": folder, f"{logger}.name": "fit"}
-
-        def done() -> list[Path]:
-            return sorted(folder.glob("fit/version_*/summary.json"))
-
-        if not done():
-            train("fit", *self.rest, *(f"--{key}={value}" for key, value in keys.items()))
-        return done()[0].parent
-
-
-def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dictionaries by their dotted keys."""
-    found = {}
-    for key, inner in value.items():
-        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": inner}
-    return found
-
-
-def run(args: argparse.Namespace, rest: list[str]) -> None:
-    iterations = Iterations(args, rest)
-    policy, updates, tests, rows = iterations.policy, 0, [], []
-    for i in range(args.iterations + 1):
-        print(f"\niteration {i} of {args.iterations}: {policy}")
-        tests.append(iterations.test(i, policy))
-        row = {"iteration": i, "policy": policy, "updates": updates, **summary(tests, args.seed)}
+    updates, tests, rows = 0, [], []
+    for i in range(iterations + 1):
+        print(f"\niteration {i} of {iterations}: {policy}")
+        folder, chosen = out / f"iteration_{i}", out / f"iteration_{i}" / "train.parquet"
+        sample(folder / "test", SEEDS * seed + SEEDS - 1, data["test"], data["samples"])
+        tests.append(read_parts(folder / "test"))
+        row = {"iteration": i, "policy": policy, "updates": updates, **compare(tests, seed), "curation": None}
         print(f"pass@1 {cell(row['pass@1'])}, invalid {cell(row['invalid'])}")
-        last = i == args.iterations
-        row["curation"] = None if last else iterations.choose(i, policy)
-        version = None if last else iterations.fit(i, policy)
+        if i < iterations:
+            here = SEEDS * seed + i
+            if not chosen.exists():
+                sample(folder / "samples", here, data["problems"], pool)
+                files = [str(path) for path in sorted((folder / "samples").glob("part-*.parquet"))]
+                write_curated(files, chosen, replace(curation, seed=here), iteration=i)
+            row["curation"] = read_metadata(chosen)["sampling"]["curation"]
+            if not list(folder.glob("fit/version_*/summary.json")):
+                given = {"model.policy": policy, "seed_everything": here, "ckpt_path": "last", "data.train": chosen}
+                given |= {"data.test": "null", f"{LOGGER}.save_dir": folder, f"{LOGGER}.name": "fit"}
+                train("fit", rest, given)
+            summary = next(folder.glob("fit/version_*/summary.json"))
+            policy = str(summary.parent / "policy")
+            updates += json.loads(summary.read_text())["steps"]
         rows.append(row)
-        tested = (iterations.folder(i) / "test.json").stat().st_mtime
-        write_events(iterations.out / "tensorboard", row, tested, version)
-        write_results(iterations.out, rows)
-        if version:
-            policy = str(version / "policy")
-            updates += json.loads((version / "summary.json").read_text())["steps"]
-    print(f"\n{table(rows)}\nwrote results.json, results.md, results.png and tensorboard/ under {iterations.out}")
+        write_events(out / "tensorboard", rows)
+        text = write_report(out, {"iterations": rows}, {out.name: {str(row["iteration"]): row for row in rows}})
+    print(f"\n{text}\nwrote results.json, results.md, results.png and tensorboard/ under {out}")
+
+
+def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
+    """Metrics of the last of several tests, and its differences to the first and the previous, paired by problem."""
+    problems = [[rows[0].prompt_id for rows in group_by_problem(test)] for test in tests]
+    values = [per_problem(test) for test in tests]
+    row = {"problems": len(problems[-1]), "samples": len(tests[-1]) // len(problems[-1]), **summarise(values[-1], seed)}
+    for name, other in {"difference_to_first": 0, "difference_to_previous": -2}.items() if len(tests) > 1 else ():
+        # a server may have left out all responses to a problem
+        _, here, there = np.intersect1d(problems[-1], problems[other], return_indices=True)
+        both = [metric for metric in values[-1] if metric in values[other]]
+        row[name] = summarise({m: values[-1][m][here] - values[other][m][there] for m in both}, seed)
+    return row
+
+
+def write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the metrics of all tests as a TensorBoard run, anew each time."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+        for row in rows:
+            for name, value in row.items():
+                if is_summary(value):
+                    writer.add_scalar(f"test/{name}", value["mean"], row["iteration"])
+
+
+def parse() -> dict[str, Any]:
+    """The arguments of `iterate`: its own from the signature, and the others, which are train.py's."""
+    about = "Sample, curate, train and test, several times over. Other arguments, such as --config, go to train.py fit."
+    parser = ArgumentParser(prog="python -m topr.iterate", description=about)
+    names = parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
+    limits = parser.add_class_arguments(Curation, as_group=False, skip={"way", "seed"})
+    own: list[str] = []
+    rest: list[str] = []
+    taken = rest
+    for argument in sys.argv[1:]:
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0].replace("-", "_")
+            taken = own if name in [*names, *limits, "help"] else rest
+            argument = f"--{name}{argument[2 + len(name) :]}" if taken is own else argument
+        taken.append(argument)
+    args = vars(parser.parse_args(own))
+    return {"rest": rest, "selection": {name: args.pop(name) for name in limits}, **args}
 
 
 def main() -> None:
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, lambda *_: sys.exit(143))
     with command():
-        run(*parse())
+        iterate(**parse())
 
 
 if __name__ == "__main__":

@@ -16,18 +16,14 @@ class Adafactor(torch.optim.Optimizer):
     """Second moments factored into rows and columns, no first moment, updates clipped at root mean square 1.
 
     The learning rate is absolute, as the paper's 5e-7 means it: equal to transformers' `Adafactor` with
-    `scale_parameter=False, relative_step=False`. Nothing of a shard is written in place but the parameter itself, since
-    in-place operations on partial DTensors fail.
+    `scale_parameter=False, relative_step=False`. Only the parameter itself is written in place, since in-place
+    operations on partial DTensors fail.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch's
-            Adafactor does.
+        scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch does.
         weight_decay: decoupled, times the learning rate.
-
-    Raises:
-        InputError: a negative learning rate or weight decay.
     """
 
     def __init__(self, params: Iterable, lr: float = 5e-7, scale_parameter: bool = False, weight_decay: float = 0.0):
@@ -36,7 +32,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter with a gradient."""
         loss = None
         if closure is not None:
@@ -52,6 +48,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, parameter: Tensor, state: dict[str, Tensor], lr: float, scale_parameter: bool, weight_decay: float
     ) -> None:
+        assert parameter.grad is not None
         gradient = parameter.grad.float()
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         new = state["step"].item() ** -0.8  # 1 - beta2: the first step forgets its zeros entirely

@@ -1,21 +1,10 @@
-"""Tasks: problems, prompts and graders."""
+"""Tasks: problems, prompts and graders.
 
-from importlib import import_module
+Not here: sampling, files of trajectories.
+"""
 
+from topr.tasks.arithmetic import Arithmetic, ArithmeticVerifier
+from topr.tasks.gsm8k import GSM8K
+from topr.tasks.math import MATH
 from topr.tasks.task import Grade, Problem, Task
-
-__all__ = ["GSM8K", "MATH", "Arithmetic", "ArithmeticVerifier", "Grade", "Problem", "Task", "Verifier"]
-MODULES = {
-    "Arithmetic": "arithmetic",
-    "ArithmeticVerifier": "arithmetic_verifier",
-    "GSM8K": "gsm8k",
-    "MATH": "math",
-    "Verifier": "verifier",
-}
-
-
-def __getattr__(name: str):
-    # imported on demand: `python -m topr.tasks.arithmetic` would otherwise run a module that is already loaded
-    if name in MODULES:
-        return getattr(import_module(f"topr.tasks.{MODULES[name]}"), name)
-    raise AttributeError(f"module 'topr.tasks' has no attribute {name!r}; it has {', '.join(__all__)}")
+from topr.tasks.verifier import Verifier

@@ -1,0 +1,188 @@
+"""Atomic writes, one-sentence errors, what a command prints and its exit code."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from topr.io import (
+    ArgumentParser,
+    InputError,
+    atomic,
+    check_counts,
+    check_file,
+    check_folder,
+    command,
+    first_line,
+    is_out_of_memory,
+    printable,
+    root_cause,
+    sweep,
+    write_text,
+)
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def finished_process() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_file_appears_under_its_name_when_it_is_complete(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    with atomic(path) as temporary:
+        temporary.write_text("half")
+        assert not path.exists() and temporary.parent == path.parent
+        temporary.write_text("whole")
+    assert path.read_text() == "whole" and names(path.parent) == {"a.txt"}
+
+
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(RuntimeError), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old" and names(tmp_path) == {"a.txt"}
+    write_text(path, "new")
+    assert path.read_text() == "new" and names(tmp_path) == {"a.txt"}
+
+
+def test_a_model_replaces_a_model_and_no_other_folder(tmp_path):
+    precious, model = tmp_path / "precious", tmp_path / "model"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    with pytest.raises(InputError, match="will not be overwritten"), atomic(precious) as folder:
+        folder.mkdir()
+    assert (precious / "thesis.txt").read_text() == "years"
+    for content in ("first", "second"):
+        with atomic(model) as folder:
+            folder.mkdir()
+            (folder / "config.json").write_text(content)
+    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {"precious", "model"}
+    with pytest.raises(RuntimeError), atomic(model) as folder:
+        folder.mkdir()
+        raise RuntimeError
+    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {"precious", "model"}
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file_and_the_next_write_sweeps(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    killed = f"""
+import os, signal
+from topr.io import atomic
+with atomic({str(path)!r}) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], cwd=ROOT).returncode == -signal.SIGKILL
+    assert path.read_text() == "old" and len(names(tmp_path)) == 2
+    write_text(path, "new")
+    assert path.read_text() == "new" and names(tmp_path) == {"a.txt"}
+
+
+def test_sweeping_removes_what_dead_processes_left_and_nothing_else(tmp_path):
+    dead, living, own = finished_process(), os.getppid(), os.getpid()  # a container gives the same id again
+    left = {f".policy.{process}.{end}" for process in (dead, own) for end in ("tmp", "old")}
+    kept = {f".policy.{living}.tmp", "policy", ".hidden", ".a.b.tmp", "a.1.tmp", f".policy.{dead}.txt"}
+    for name in left | kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    sweep(tmp_path)
+    assert names(tmp_path) == kept
+
+
+def test_a_place_that_takes_no_file_is_rejected_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"), atomic(tmp_path / "file" / "below"):
+        pytest.fail("the work started")
+    with pytest.raises(InputError, match="--out: .*cannot be written"):
+        check_folder("--out:", tmp_path / "file" / "below")
+    check_folder("--out:", tmp_path / "folder" / "below")
+    assert names(tmp_path) == {"file"}
+
+
+def test_only_a_regular_file_is_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("")
+    (tmp_path / "link.yaml").symlink_to("nowhere")
+    for name, words in (("b.yaml", "does not exist"), (".", "not a regular file"), ("link.yaml", "not a regular file")):
+        with pytest.raises(InputError, match=f"{words}; name a YAML file"):
+            check_file(tmp_path / name, "name a YAML file")
+    check_file(tmp_path / "a.yaml")
+
+
+def test_counts_outside_their_bounds_are_named():
+    with pytest.raises(InputError, match="^data.samples is 0; it must be at least 1$"):
+        check_counts("data.", samples=0)
+    with pytest.raises(InputError, match="^threads is 2000; it must be at most 1024$"):
+        check_counts("", most=1024, threads=2000)
+    check_counts("data.", samples=1, most=1, val_samples=None)
+
+
+def end_of(capsys, error: BaseException) -> tuple[int, str]:
+    """Exit code and standard error of a command that raises an error."""
+    with pytest.raises(SystemExit) as end, command():
+        raise error
+    return end.value.code, capsys.readouterr().err
+
+
+def test_a_command_ends_with_one_sentence_for_bad_input_and_a_full_disk(capsys):
+    assert end_of(capsys, InputError("a is 1\x1b[2J\nb")) == (2, "error: a is 1\\x1b[2J\\nb\n")
+    code, sentence = end_of(capsys, InputError("x" * 5000))
+    assert code == 2 and len(sentence) < 500
+    code, sentence = end_of(capsys, OSError(errno.ENOSPC, "No space left", "/runs/a"))
+    assert code == 2 and sentence.startswith("error: the disk is full (/runs/a)") and sentence.count("\n") == 1
+    for error in (RuntimeError("a bug"), OSError(errno.EIO, "broken")):  # these keep their traceback
+        with pytest.raises(type(error)), command():
+            raise error
+
+
+def test_text_is_printable_and_shortened_in_its_middle():
+    assert printable("ab\x00\u202e\tc\n", 100, kept="\n") == "ab\\x00\\u202e\\tc\n"
+    assert printable("a" * 50 + "b" * 50, 100) == "a" * 50 + "b" * 50
+    assert printable("a" * 500 + "b" * 500, 100) == "a" * 50 + " [… 900 characters …] " + "b" * 50
+
+
+def test_a_librarys_message_gives_its_first_line():
+    assert first_line(ValueError("\nwrong\nand more")) == "wrong"
+    assert first_line(ValueError("Error in the header:\n  too short\nand more")) == "Error in the header: too short"
+    assert first_line(KeyError()) == "KeyError"
+
+
+def test_an_input_error_is_found_inside_a_librarys():
+    try:
+        try:
+            raise InputError("ours")
+        except InputError as error:
+            raise TypeError("theirs") from error
+    except TypeError as error:
+        assert str(root_cause(error)) == "ours"
+    assert str(root_cause(TypeError("theirs"))) == "theirs"
+
+
+def test_running_out_of_memory_is_recognised():
+    for error in (MemoryError(), RuntimeError("CUDA out of memory."), RuntimeError("can't allocate memory")):
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_parser_names_the_wrong_argument_in_one_sentence():
+    parser = ArgumentParser()
+    parser.add_argument("--samples", type=int, default=1)
+    for arguments in (["--samples", "x"], ["--samplers", "3"], ["--sample", "3"]):
+        with pytest.raises(InputError) as caught:
+            parser.parse_args(arguments)
+        sentence = str(caught.value)
+        assert "--sample" in sentence or '"samples"' in sentence, sentence
+        assert sentence.endswith(" (--help lists every argument)") and "\n" not in sentence
+    assert parser.parse_args(["--samples", "3"]).samples == 3

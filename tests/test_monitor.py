@@ -1,0 +1,57 @@
+"""What training logs of a global batch, and the check of log mu before the first update."""
+
+import numpy as np
+import pytest
+from conftest import make_trajectories, rejected, write
+from test_update import fit, fit_arguments
+
+from topr.callbacks.monitor import training_statistics
+
+
+def test_statistics_of_a_global_batch_computed_by_hand():
+    rows = {
+        "reward": [1.0, 1.0, -1.0, -1.0],
+        "advantage": [1.0, 0.0, -1.0, -2.0],
+        "length": [2.0, 4.0, 5.0, 10.0],
+        "loss": [0.5, 0.0, -0.25, -0.75],
+        "objective": [-1.0, 0.0, 2.0, 3.0],
+        "log_ratio": [0.2, -0.4, -5.0, 1.0],
+        "weight": [1.0, 1.0, 0.005, 1.0],
+        "truncated": [0.0, 0.5, 0.0, 1.0],
+        "gradient": [1.0, 3.0, 4.0, 2.0],
+    }
+    rows = {name: np.array(column) for name, column in rows.items()}
+    expected = {
+        "train/loss": -0.125,
+        "train/objective": 1.0,
+        "train/reward": 0.0,
+        "train/positive_share": 0.5,  # an advantage of 0 is positive
+        "train/effective_positive_share": 0.25,
+        "weight/effective_sample_size": 3.005**2 / (3.000025 * 4),
+        "weight/negatives_below_0.01": 0.5,
+        "weight/positives_truncated": 0.25,
+        "weight/negatives_truncated": 0.5,
+        "gradient/positive_share": 0.4,
+        "log_ratio/positives_mean": -0.1,
+        "log_ratio/positives_min": -0.4,
+        "log_ratio/positives_max": 0.2,
+        "log_ratio/negatives_mean": -2.0,
+        "log_ratio/negatives_min": -5.0,
+        "log_ratio/negatives_max": 1.0,
+        "drift/positives": 0.0,
+        "drift/negatives": -0.45,
+    }
+    assert training_statistics(rows) == pytest.approx(expected)
+    # an advantage of 0 within a group has no sign
+    changed = {"train/positive_share": 0.25, "gradient/positive_share": 0.1, "log_ratio/positives_mean": 0.2}
+    found = training_statistics(rows, of_group=True)
+    assert {name: found[name] for name in changed} == pytest.approx(changed)
+
+
+def test_one_wrong_log_prob_among_many_is_found(run, policy):
+    trajectories = make_trajectories(policy)
+    arguments = ["--data.batch_size=64", "--trainer.max_steps=1"]
+    fit(run, policy, write(run.folder / "right.parquet", policy, trajectories), *arguments)
+    trajectories[5].ref_logprobs[0] -= 0.05  # the mean of all 23 is below the bound of 0.01
+    data = write(run.folder / "wrong.parquet", policy, trajectories)
+    rejected(run, "the largest |log pi - log mu| is 0.05", *fit_arguments(policy, data, *arguments))

@@ -1,0 +1,322 @@
+"""From trajectories to batches: the epoch plan, its micro-batches, and the row of tokens that the policy computes.
+
+A GLOBAL batch is one update. The epoch plan decides which trajectories form it, whatever the number of ranks, workers
+and micro-batches. Each rank computes its share in `count` micro-batches, each of them one row of tokens.
+
+Shapes: B trajectories, L tokens of the row that holds them, N response tokens laid end to end.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, from_numpy, tensor
+from torch.utils.data import DataLoader, Dataset
+
+from topr.io import InputError
+from topr.losses.advantages import place_in_group
+from topr.losses.base import Grouping
+
+# Queries start:end see themselves, causally, and before them the tokens first:last of their prompt (none if equal).
+# The spans of a row follow each other without a gap; a prompt's own span comes before those of its responses.
+Span = tuple[int, int, int, int]
+
+
+class Tokens(NamedTuple):
+    """Trajectories in one row of tokens: a prompt, each of its responses, the next prompt, and so on.
+
+    The positions of a response continue those of its prompt.
+    """
+
+    input_ids_L: Tensor
+    position_ids_L: Tensor
+    trajectories: tuple[Span, ...]  # start and end of each response, start and end of its prompt
+    position_N: Tensor  # where in the row the token stands that predicts each response token
+    target_N: Tensor  # the response tokens
+    length_B: Tensor  # response tokens of each trajectory
+    nominal: int  # prompt + response tokens of all trajectories; shared prompts count once for each response
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens of each trajectory, on the host."""
+        return [end - start for start, end, *_ in self.trajectories]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What each token attends to."""
+        spans, responses = [], Counter(first for *_, first, _ in self.trajectories)
+        for start, end, first, last in self.trajectories:
+            if responses[first] == 1:  # prompt and response are one sequence
+                spans.append((first, end, first, first))
+                continue
+            if start == last:
+                spans.append((first, last, first, first))
+            spans.append((start, end, first, last))
+        return tuple(spans)
+
+    def to(self, device: torch.device) -> "Tokens":
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)
+        }
+        return self._replace(**moved)
+
+
+class MicroBatch(NamedTuple):
+    """A rank's share of a global batch, or a part of it."""
+
+    tokens: Tokens
+    ref_log_probs_N: Tensor  # log mu
+    reward_B: Tensor
+    advantage_B: Tensor
+    real_B: Tensor  # 1; 0 for a filler, which a rank computes when a global batch is too small for all ranks
+    divisor: Tensor  # scalar: the trajectories (or pairs) of the GLOBAL batch
+    microbatches: int  # per rank and update
+    trajectory_B: Tensor  # row numbers in the data
+
+
+def epoch_plan(
+    group: np.ndarray,
+    positive: np.ndarray,
+    *,
+    batch_size: int,
+    grouping: Grouping,
+    seed: int,
+    epoch: int,
+) -> list[np.ndarray]:
+    """Global batches of one epoch, each an array of trajectory indices; a pure function of its arguments.
+
+    Args:
+        group: integer id of each trajectory's group, [trajectories].
+        positive: whether its advantage is positive, [trajectories].
+        batch_size: largest number of trajectories in a batch; the last batch of an epoch may be smaller.
+        grouping: `none` shuffles trajectories; `group` shuffles groups and fills batches with whole ones; `pair` draws
+            min(n+, n-) disjoint pairs from each group and shuffles them, a positive and its negative side by side.
+        seed: of the shuffle.
+        epoch: counted from 0; each epoch has its own shuffle and its own pairs.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    if grouping == "none":
+        order = rng.permutation(len(group))
+        return np.split(order, range(batch_size, len(order), batch_size))
+    if grouping == "pair":
+        pairs = rng.permutation(_pairs(group, positive, rng))
+        if batch_size < 2:
+            raise InputError("data.batch_size is 1, but this loss needs pairs; set it to at least 2")
+        size = batch_size // 2
+        return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
+    shuffled = rng.permutation(group.max() + 1)[group]
+    order = np.argsort(shuffled, kind="stable")
+    ends = np.flatnonzero(np.diff(shuffled[order], append=-1)) + 1
+    cuts, start = [], 0
+    for previous, end in zip(np.append(0, ends[:-1]), ends, strict=True):
+        if end - previous > batch_size:
+            message = f"data.batch_size is {batch_size} but a group has {end - previous} trajectories"
+            raise InputError(f"{message}, which must share a batch; raise data.batch_size")
+        if end - start > batch_size:
+            cuts.append(previous)
+            start = previous
+    return np.split(order, cuts)
+
+
+def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Disjoint (positive, negative) pairs within groups, [pairs, 2]."""
+    sign = group * 2 + positive  # one number for each group and sign
+    order = np.lexsort((rng.random(len(group)), sign))
+    count = np.bincount(sign, minlength=2 * (group.max() + 1)).reshape(-1, 2).min(axis=1)
+    kept = order[place_in_group(sign[order]) < count[group[order]]]
+    if not len(kept):
+        raise InputError("data.train: no group holds both a positive and a negative; this loss needs such pairs")
+    return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
+
+
+def microbatch_count(
+    plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
+) -> int:
+    """The smallest number of micro-batches per rank and update that keeps each of them within `microbatch_tokens`.
+
+    Args:
+        plan: global batches.
+        sizes: see `partition`.
+        microbatch_tokens: bound on the tokens of a micro-batch, in which a prompt counts once for all its responses.
+        ranks: processes that share a global batch.
+        unit: neighbours that stay in one micro-batch (2 for pairs).
+    """
+    longest = 0
+    for batch in plan:
+        prompt, prompt_length, length = sizes[:, batch].reshape(3, -1, unit)
+        other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]  # of a unit whose prompts differ
+        unit_tokens = prompt_length[:, 0] + length.sum(axis=1) + other_prompts.sum(axis=1)
+        longest = max(longest, int(unit_tokens.max()))
+    if longest > microbatch_tokens:
+        what = "a pair" if unit == 2 else "a trajectory"
+        raise InputError(f"data.microbatch_tokens is {microbatch_tokens} but {what} takes up to {longest}; raise it")
+    rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit)) for batch in plan)
+    return max(math.ceil(count / ranks) for count in rows)
+
+
+def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
+    """Split trajectories into rows, as few as `tokens` allows or `parts` balanced ones, equal prompts side by side.
+
+    Args:
+        sizes: [3, B]: a number that is equal for equal prompts, the prompt's tokens, the response's tokens.
+        tokens: bound on the tokens of a row.
+        parts: number of rows; the bound is then the smallest that this number allows, and empty rows fill up.
+        unit: this many neighbours stay together (the two of a pair).
+
+    Returns:
+        Indices of the trajectories, one array a row.
+    """
+    prompt, prompt_length, length = sizes.reshape(3, -1, unit)
+    order = np.argsort(prompt[:, 0], kind="stable")
+    other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]
+    own = (length.sum(axis=1) + other_prompts.sum(axis=1))[order].tolist()
+    leading = prompt_length[order, 0].tolist()  # what a unit's prompt adds to a new row; below: behind another unit
+    shared = prompt[order[1:], 0] == prompt[order[:-1], -1]
+    following = [0, *np.where(shared, 0, prompt_length[order[1:], 0]).tolist()]
+
+    def row_starts(bound: int) -> list[int]:
+        found, used = [0], own[0] + leading[0]
+        for i in range(1, len(own)):
+            used += own[i] + following[i]
+            if used > bound:
+                found.append(i)
+                used = own[i] + leading[i]
+        return found
+
+    if parts:
+        low, high = max(map(sum, zip(own, leading, strict=True))), sum(own) + sum(leading)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(row_starts(middle)) <= parts else (middle + 1, high)
+        tokens = low
+    rows = np.split(order, row_starts(tokens)[1:])
+    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
+    return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
+
+
+def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tokens:
+    """Lay B prompts and their responses, non-empty arrays of token ids, out in one row.
+
+    Neighbours with equal prompts share one.
+    """
+    ids, positions, trajectories, predicting = [], [], [], []
+    first = last = end = 0
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if not i or not np.array_equal(prompt, prompts[i - 1]):
+            first, end = end, end + len(prompt)
+            last = end
+            ids.append(prompt)
+            positions.append(np.arange(len(prompt)))
+        start, end = end, end + len(response)
+        trajectories.append((start, end, first, last))
+        ids.append(response)
+        positions.append(np.arange(len(prompt), len(prompt) + len(response)))
+        # the prompt's last token predicts the first response token, each response token the next one
+        predicting.append(np.r_[last - 1, start : end - 1])
+    row, target = np.concatenate(ids).astype(np.int64), np.concatenate(responses).astype(np.int64)
+    return Tokens(
+        input_ids_L=from_numpy(row),
+        position_ids_L=from_numpy(np.concatenate(positions)),
+        trajectories=tuple(trajectories),
+        position_N=from_numpy(np.concatenate(predicting)),
+        target_N=from_numpy(target),
+        length_B=tensor([len(response) for response in responses]),
+        nominal=sum(map(len, prompts)) + len(target),
+    )
+
+
+@dataclass(eq=False)
+class MicroBatches(Dataset):
+    """Every micro-batch of one rank in one epoch, by number; `count` of them make an update."""
+
+    rows: Any  # the training columns, a `datasets.Dataset` in Arrow format
+    sizes: np.ndarray  # see `partition`
+    advantage: np.ndarray  # of each trajectory, float32
+    plan: list[np.ndarray]  # the global batches
+    count: int  # micro-batches per rank and update
+    unit: int  # neighbours that stay in one micro-batch
+    rank: int
+    ranks: int
+
+    def __len__(self) -> int:
+        return len(self.plan) * self.count
+
+    @lru_cache(maxsize=2)  # noqa: B019 - one data set an epoch; the micro-batches of an update follow each other
+    def _shares(self, update: int) -> list[np.ndarray]:
+        """The rows of all ranks of a global batch."""
+        return partition(self.sizes[:, self.plan[update]], parts=self.count * self.ranks, unit=self.unit)
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        update, part = divmod(number, self.count)
+        batch, shares = self.plan[update], self._shares(update)
+        share = shares[part * self.ranks + self.rank]
+        filler = not len(share)
+        chosen = batch[shares[0][-self.unit :] if filler else share]
+        table = self.rows[chosen.tolist()]
+        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy())
+        return MicroBatch(
+            tokens=tokens._replace(nominal=0) if filler else tokens,
+            ref_log_probs_N=from_numpy(np.concatenate(table["ref_logprobs"].to_numpy())),
+            reward_B=from_numpy(table["reward"].to_numpy().copy()),
+            advantage_B=from_numpy(self.advantage[chosen]),
+            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
+            divisor=tensor(len(batch) / self.unit),
+            microbatches=self.count,
+            trajectory_B=from_numpy(chosen),
+        )
+
+
+class TrainLoader:
+    """Iterates over the micro-batches of one epoch; its state is the number of global batches that were consumed."""
+
+    def __init__(self, batches: MicroBatches, epoch: int, workers: int):
+        self.batches, self.epoch, self.workers = batches, epoch, workers
+        self.start = self.consumed = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "global_batches": self.consumed // self.batches.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        # a checkpoint from the end of an epoch is loaded by the loader of the next epoch, which starts at its beginning
+        self.start = state["global_batches"] if state["epoch"] == self.epoch else 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.consumed, self.start = self.start * self.batches.count, 0
+        numbers = range(self.consumed, len(self.batches))
+        # its own generator: a DataLoader draws a seed, and a resumed run has restored the global generator by now
+        own: Any = {"generator": torch.Generator(), "num_workers": self.workers}
+        for batch in DataLoader(self.batches, batch_size=None, sampler=numbers, **own):
+            self.consumed += 1
+            yield batch
+
+
+class ProblemBatch(NamedTuple):
+    """Problems that a callback samples responses to; see `topr.callbacks`."""
+
+    problems: list[Any]  # `topr.tasks.Problem`s of this rank
+    samples: int  # responses per problem
+    sampling: Any  # a `topr.sampling.Sampling`
+    seed: int
+    path: Path = Path()  # where predict writes the trajectories
+
+
+class ProblemLoader:
+    """Not a DataLoader (Lightning would shard it again) and not a list (Lightning would take it as several loaders)."""
+
+    def __init__(self, batches: list[ProblemBatch]):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[ProblemBatch]:
+        return iter(self.batches)

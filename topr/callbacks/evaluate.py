@@ -1,0 +1,152 @@
+"""Validation, test and predict: sample responses to a batch of problems, grade them, log or write what was found."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from lightning.pytorch import Callback
+
+from topr.batching import ProblemBatch
+from topr.distributed import Preempted, gather, stop_requested
+from topr.evaluation import (
+    derived_seed,
+    explain_out_of_memory,
+    group_by_problem,
+    response_metrics,
+    sample_and_grade,
+    summarise,
+)
+from topr.policy.sharding import full_weights
+from topr.sampling import LocalSampler, Sampler, ServerSampler
+from topr.tasks import Task
+from topr.trajectories import Trajectory
+
+SHOWN = 8  # responses that go to TensorBoard as text
+
+
+class Evaluate(Callback):
+    """Samples and grades for validation, test and predict; validates once before the first update as well.
+
+    Args:
+        task: grades responses.
+        sampler: for predict, and unless it samples on a server, for validation and test.
+    """
+
+    def __init__(self, task: Task, sampler: Sampler):
+        self.task, self.sampler = task, sampler
+        # a server does not hold the weights that are being trained
+        self.own_sampler = LocalSampler(rows=64) if isinstance(sampler, ServerSampler) else sampler
+        self.figures: dict[str, float] = {}  # of the evaluation under way
+        self.validated: tuple[int, dict[str, float]] = (-1, {})  # updates before the last validation, its figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validated": self.validated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.validated = tuple(state["validated"])
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        data = trainer.datamodule
+        if trainer.global_step == 0 and data.val is not None and trainer.limit_val_batches:
+            self._write(trainer, self.measure(trainer, "val", data.problem_batch("val")))
+        elif self.validated[0] == trainer.global_step:
+            self._write(trainer, self.validated[1])  # the logger of a resumed run drops what follows the checkpoint
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+        self.figures = self.measure(trainer, "val", batch)
+
+    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+        self.figures = self.measure(trainer, "test", batch)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        fitting = trainer.state.fn == "fit"
+        if trainer.sanity_checking:
+            return
+        for name, value in self.figures.items():  # for other callbacks and the progress bar
+            module.log(name, value, prog_bar=name == "val/pass@1", logger=not fitting, rank_zero_only=True)
+        if fitting:
+            self._write(trainer, self.figures)
+
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]
+
+    def _write(self, trainer: Any, figures: dict[str, float]) -> None:
+        """Log figures at the number of updates made; Lightning would log them at that of the last update."""
+        self.validated = trainer.global_step, figures
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, trainer.global_step)
+
+    def measure(self, trainer: Any, split: str, batch: ProblemBatch) -> dict[str, float]:
+        """Metrics with their intervals over the problems of all ranks; each rank passes its own problems.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
+        seed = derived_seed(batch.seed, trainer.global_step, trainer.global_rank)
+        policy, sampler = trainer.lightning_module.policy, self.own_sampler
+        with sampling_context(trainer), self._explained(batch):
+            trajectories = sample_and_grade(
+                sampler, policy, self.task, batch.problems, batch.samples, batch.sampling, seed
+            )
+        if any(gather(stop_requested.is_set())):
+            raise Preempted
+        self._show(trainer, split, trajectories)
+        metrics = response_metrics([batch.samples]).to(policy.device)
+        metrics.update(group_by_problem(trajectories))
+        figures = {}
+        for metric, value in summarise(metrics).items():
+            figures[f"{split}/{metric}"] = value["mean"]
+            for end, bound in zip(("low", "high"), value["interval"], strict=True):
+                figures[f"{split}_interval/{metric}_{end}"] = bound
+        return figures
+
+    def _explained(self, batch: ProblemBatch) -> AbstractContextManager[None]:
+        """Names the key to lower if memory runs out."""
+        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None)}"
+        return explain_out_of_memory(f"{batch.samples} responses to each of {len(batch.problems)} problems", rows)
+
+    def _show(self, trainer: Any, split: str, trajectories: list[Trajectory]) -> None:
+        """Log a few responses as text in TensorBoard."""
+        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_text"):
+            some = trajectories[:: max(1, len(trajectories) // SHOWN)]
+            text = "\n\n".join(f"{t.prompt}\n{t.response}\nreward {t.reward:+g}" for t in some)
+            # indented it is a code block: Markdown would take a product for emphasis
+            text = "".join(f"    {line}\n" for line in text.splitlines())
+            trainer.logger.experiment.add_text(f"{split}/samples", text, trainer.global_step)
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+        """Sample, grade and score a batch of problems, and write them as one file of data.out."""
+        job, tokens = trainer.datamodule.sampling_job, trainer.datamodule.microbatch_tokens
+        with sampling_context(trainer), self._explained(batch):  # on every rank, also without problems
+            if batch.problems:
+                job.sample_part(batch.path, batch.problems, self.sampler, module.policy, tokens)
+
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
+        folder = Path(trainer.datamodule.out)
+        gather(None)  # until every rank has written its files
+        rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+        module.print(f"{rows} trajectories are under {folder}.")
+
+
+@contextmanager
+def sampling_context(trainer: Any) -> Iterator[None]:
+    """Full weights, in the precision of training, which not all of Lightning's hooks have.
+
+    With bf16-mixed each weight is cast once: Lightning's own autocast would cast it again for every token.
+    """
+    policy, device = trainer.lightning_module.policy, trainer.strategy.root_device
+    bfloat16 = trainer.precision == "bf16-mixed"
+    autocast = torch.autocast(device.type, torch.bfloat16, bfloat16, cache_enabled=True)
+    eager = torch.compiler.set_stance("force_eager")  # compiled layers would be compiled again for each length
+    with eager, torch.inference_mode(False), torch.no_grad(), full_weights(policy), autocast:
+        # autocast caches only copies of weights that require gradients, so those under adapters do for the moment
+        frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)

@@ -1,0 +1,245 @@
+"""What training logs: loss, log-ratios, gradient, speed. And the checks of log mu and of non-finite numbers."""
+
+import resource
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from topr.batching import Tokens
+from topr.distributed import gather, raise_on_all_ranks
+from topr.io import DivergedError, InputError
+from topr.losses import advantage_share, positives, silent_groups, sum_tokens
+from topr.policy import Policy, policy_fingerprint
+
+MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
+MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
+COLUMNS = ["real", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
+COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
+
+
+class Monitor(Callback):
+    """Collects statistics of each trajectory from the micro-batches of an update and logs them for the global batch."""
+
+    def __init__(self):
+        self.rows: list[Tensor] = []  # [columns, B] of each micro-batch
+        self.indices: list[Tensor] = []  # row numbers in the data, which float32 would round
+        self.clock = (0, 0.0)  # tokens and seconds of training, before this process too
+        self.max_abs_log_ratio: float | None = None  # before the first update
+        self.weights_before: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"clock": self.speed.total, "max_abs_log_ratio": self.max_abs_log_ratio}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock, self.max_abs_log_ratio = tuple(state["clock"]), state["max_abs_log_ratio"]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
+            self.speed = Throughput(module.policy, self.clock)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.speed.start()  # the clock counts training only
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        """Split the squared gradient by trajectory, exactly: each hidden state belongs to one."""
+        (batch, output, hidden_ND), module.step_output = module.step_output, None
+        length_B = batch.tokens.length_B
+        gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), length_B)
+        columns = (batch.real_B, batch.reward_B, batch.advantage_B, length_B, *output, gradient_B)
+        self.rows.append(torch.stack([column.detach().float() for column in columns]))
+        self.indices.append(batch.trajectory_B)
+        self.speed.count(batch.tokens)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Check every update and the first two batches; log every `log_every_n_steps`."""
+        local = torch.cat(self.rows, dim=1).cpu().numpy(), torch.cat(self.indices).cpu().numpy()
+        self.rows, self.indices = [], []
+        values, indices = (np.concatenate(parts, axis=-1) for parts in zip(*gather(local), strict=True))
+        real = values[0] > 0  # no filler
+        rows = dict(zip(COLUMNS, values[:, real], strict=True)) | {"trajectory": indices[real]}
+        norm, step = float(module.gradient_norm()), trainer.global_step
+        check_finite(trainer, rows, norm)
+        self._check_movement(trainer, module, rows)
+        if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+            return
+        of_group = module.loss.grouping == "group"
+        statistics = training_statistics(rows, of_group) | {"gradient/norm": norm}
+        statistics |= self.speed.read(trainer.world_size)
+        if of_group:
+            silent = silent_groups(rows["advantage"], trainer.datamodule.group[rows["trajectory"]])
+            statistics["train/groups_without_signal"] = silent
+        # Lightning's own logging takes a fifth of a tiny model's time, and repeats an earlier value of an absent metric
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
+        module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
+        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
+            signs = {"positives": positives(rows["advantage"], of_group), "negatives": rows["advantage"] < 0}
+            for sign, chosen in signs.items():
+                if chosen.any():
+                    trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+
+    def _check_movement(self, trainer: Any, module: Any, rows: dict[str, np.ndarray]) -> None:
+        """Compare log pi with log mu before the first update; before the second check that the first had an effect."""
+        last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
+        if trainer.global_step == 0:
+            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
+            check_reference(trainer, module.policy.name, rows)
+            self.weights_before = last.detach().clone()
+        elif self.weights_before is not None:
+            # in bfloat16 the ratios are too noisy to tell, the weights are not
+            if np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.weights_before):
+                warnings.warn(
+                    "the policy has not moved: its ratios pi/mu or its weights are the same after the first update; "
+                    "the learning rate is 0 or the update vanishes in the precision of the weights",
+                    stacklevel=1,
+                )
+            self.weights_before = None
+
+
+def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None:
+    """End the run before an update of NaN or infinite numbers: weights and checkpoints stay as they were."""
+    names = {"log_ratio": "log-probs", "loss": "loss", "gradient": "gradient"}
+    bad = {name: rows["trajectory"][~np.isfinite(rows[column])] for column, name in names.items()}
+    found = next((name for name, trajectories in bad.items() if len(trajectories)), None)
+    if found is None and np.isfinite(norm):
+        return
+    # if no trajectory's own numbers are at fault, the error arose on the way down through the layers
+    chosen = np.sort(bad[found] if found else rows["trajectory"])
+    named = ", ".join(trainer.datamodule.place(chosen[:3]))
+    raise_on_all_ranks(
+        DivergedError(
+            f"update {trainer.global_step + 1}: the {found or 'gradient of the weights'} is NaN or infinite for "
+            f"{len(chosen)} of its {len(rows['trajectory'])} trajectories ({named}{', …' if len(chosen) > 3 else ''}), "
+            "so nothing was updated: lower the learning rate or set trainer.precision 32-true, then resume with "
+            "--ckpt_path last"
+        )
+    )
+
+
+def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> None:
+    """Before the first update log pi must equal log mu where a file says that this very policy sampled it."""
+    size, data = np.abs(rows["log_ratio"]), trainer.datamodule
+    files = [data.metadata[i] for i in data.file_index(rows["trajectory"])]
+    claimed = np.array([file["policy"] == policy_fingerprint(policy) for file in files])
+    if not claimed.all():
+        low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
+        rank_zero_info(
+            f"{(~claimed).mean():.0%} of the first batch were sampled by another policy, or an unknown one; their "
+            f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
+        )
+    if not claimed.any():
+        return
+    precisions = {file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own}
+    exact = precisions | {str(trainer.precision)} == {"32-true"}
+    drift = size if exact else size / rows["length"]
+    found = (np.max if exact else np.median)(drift[claimed])
+    bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
+    if not found <= bound:
+        worst = trainer.datamodule.place(rows["trajectory"][np.where(claimed, drift, -1).argmax()][None])[0]
+        measure = "the largest |log pi - log mu|" if exact else "the median |log pi - log mu| per token"
+        message = f"data.train says that policy {policy!r} sampled it, but before the first update {measure} is"
+        remedy = "score the responses again with this policy"
+        raise_on_all_ranks(InputError(f"{message} {found:.3g}, expected at most {bound} (worst: {worst}); {remedy}"))
+
+
+def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> dict[str, float]:
+    """What is logged of one global batch; `callbacks/README.md` explains each name.
+
+    Args:
+        rows: the `COLUMNS`, arrays of [B]; gradient is the squared norm of the loss's gradient at the hidden states.
+        of_group: whether advantages are those of a group, where 0 is neither sign.
+    """
+    advantage, weight = rows["advantage"], rows["weight"]
+    positive, negative = positives(advantage, of_group), advantage < 0
+    statistics = {
+        "train/loss": rows["loss"].mean(),
+        "train/objective": rows["objective"].mean(),
+        "train/reward": rows["reward"].mean(),
+        "train/positive_share": positive.mean(),
+        "train/effective_positive_share": advantage_share(advantage),
+        "weight/effective_sample_size": weight.sum() ** 2 / max((weight**2).sum() * len(weight), 1e-12),
+        "gradient/positive_share": rows["gradient"][positive].sum() / max(rows["gradient"].sum(), 1e-45),
+    }
+    for sign, chosen in (("positives", positive), ("negatives", negative)):
+        if chosen.any():
+            log_ratio = rows["log_ratio"][chosen]
+            statistics |= {
+                f"log_ratio/{sign}_mean": log_ratio.mean(),
+                f"log_ratio/{sign}_min": log_ratio.min(),
+                f"log_ratio/{sign}_max": log_ratio.max(),
+                f"drift/{sign}": (log_ratio / rows["length"][chosen]).mean(),
+                f"weight/{sign}_truncated": rows["truncated"][chosen].mean(),
+            }
+    if negative.any():
+        statistics["weight/negatives_below_0.01"] = (weight[negative] < 0.01).mean()
+    return {name: float(value) for name, value in statistics.items()}
+
+
+class Throughput:
+    """Counts the training batches of this rank; `read` reports those since the last reading.
+
+    FLOPs: 6 x (parameters without embeddings) of each token, 6 x vocabulary x hidden of each response token, and
+    12 x layers x hidden of each pair of tokens of which one attends to the other; a shared prompt counts once.
+    `total` holds the tokens and seconds counted before.
+    """
+
+    def __init__(self, policy: Policy, total: tuple[int, float]):
+        model, config = policy.model, policy.model.config.get_text_config()
+        tables = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+        self.body = sum(p.numel() for p in model.parameters()) - sum(tables.values())
+        self.projection = model.get_output_embeddings().weight.numel()
+        self.attention = config.num_hidden_layers * config.hidden_size
+        self.device, self.total = policy.device, total
+        self.peak = peak_flops(self.device)
+        self.since = np.zeros(4)  # nominal tokens, computed tokens, FLOPs, seconds since the last reading
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock; it runs from batch to batch, the wait for data included."""
+        self.began = time.perf_counter()
+
+    def count(self, tokens: Tokens) -> None:
+        """Count a training batch whose backward has run."""
+        seconds, computed = time.perf_counter() - self.began, len(tokens.input_ids_L)
+        pairs = sum((end - start) * ((end - start) / 2 + last - first) for start, end, first, last in tokens.spans)
+        flops = 6 * (self.body * computed + self.projection * len(tokens.target_N)) + 12 * self.attention * pairs
+        self.since += tokens.nominal, computed, flops, seconds
+        self.total = self.total[0] + tokens.nominal, self.total[1] + seconds
+        self.start()
+
+    def read(self, ranks: int) -> dict[str, float]:
+        """The metrics since the last reading."""
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        (tokens, computed, flops, seconds), self.since = np.maximum(self.since, 1e-9).tolist(), np.zeros(4)
+        return {
+            "speed/tokens_per_s": ranks * tokens / seconds,
+            "speed/utilisation": flops / seconds / self.peak,
+            "speed/computed_share": computed / tokens,
+            "speed/peak_memory_gb": memory / 1e9,
+        }
+
+
+def peak_flops(device: torch.device) -> float:
+    """FLOP/s of the device: those of its data sheet in the current precision, or measured with a matrix product."""
+    if device.type == "cuda":
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+        if known := get_available_flops(device, dtype):
+            return float(known)
+    matrix, best = torch.ones(1024, 1024, device=device), float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # reading a value waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * 1024**3 / best

@@ -1,0 +1,69 @@
+"""Collectives for small Python objects and errors, and signals between the processes of a run."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from topr.io import InputError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+stop_requested = threading.Event()  # set by a signal handler; training and sampling ask it at every update and token
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop; its exit code is that of a process ended by SIGTERM."""
+
+    def __init__(self):
+        super().__init__(128 + signal.SIGTERM)
+
+
+def end_with_parent() -> None:
+    """End a rank together with the process that started it, even by SIGKILL; files it has written are complete."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def rank() -> int:
+    """Rank of this process, 0 if it is the only one."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all tensors together, the same on every rank if they are sharded."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def raise_on_all_ranks(error: InputError | None) -> None:
+    """End every rank if any of them has an error: rank 0 raises the first one. All ranks must call.
+
+    The others exit with code 0: after another one a launcher would kill rank 0 before it has printed the message.
+    """
+    errors = [found for found in gather(error and str(error)) if found]
+    if errors and rank():
+        raise SystemExit(0)
+    if errors:
+        raise type(error or InputError())(errors[0]) from error

@@ -1,0 +1,144 @@
+"""Sample, grade, score and write the responses to problems, in parts, so that a killed run resumes."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
+from topr.sampling import Sampler, Sampling
+from topr.tasks import Grade, Problem, Task
+from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories, write_trajectories
+
+PART = 32  # problems whose responses are sampled together and written as one file
+
+
+def sample_and_grade(
+    sampler: Sampler, policy: Policy, task: Task, problems: list[Problem], n: int, sampling: Sampling, seed: int
+) -> list[Trajectory]:
+    """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty."""
+    tokenizer = policy.tokenizer
+    prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
+    sampled = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed)
+    trajectories = []
+    for problem, (prompt, prompt_ids), responses in zip(problems, prompts, sampled, strict=True):
+        for response in responses:
+            # special tokens before the end stay in the text: they were sampled, and make an answer wrong
+            text = tokenizer.decode(response.ids[:-1] if response.finished else response.ids)
+            graded = min((text.partition(stop)[0] for stop in sampling.stop), key=len, default=text)
+            grade = task.grade(graded, problem.gold)
+            if task.requires_end and not response.finished:
+                grade = Grade(-1.0, valid=False, answer=None)
+            trajectory = Trajectory(
+                prompt_id=problem.id,
+                group=problem.id,
+                prompt=prompt,
+                prompt_ids=prompt_ids,
+                response=text,
+                response_ids=response.ids,
+                ref_logprobs=[],
+                finished=response.finished,
+                gold=problem.gold,
+                **grade._asdict(),
+            )
+            trajectories.append(trajectory)
+    return trajectories
+
+
+def derived_seed(*parts: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
+    """Raise an InputError for the first problem whose prompt the policy's vocabulary or context does not hold."""
+    tokenizer, (vocabulary, context) = load_tokenizer(policy), vocabulary_and_context(policy)
+    for problem in problems:
+        ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1]
+        if not ids or max(ids) >= vocabulary or len(ids) + sampling.max_new_tokens > context:
+            raise InputError(
+                f"problem {problem.id!r}: its prompt of {len(ids)} tokens and max_new_tokens = "
+                f"{sampling.max_new_tokens} exceed the policy's context of {context}, or the prompt is empty or has "
+                f"ids beyond the policy's vocabulary of {vocabulary}; lower max_new_tokens or drop the problem"
+            )
+
+
+@contextmanager
+def explain_out_of_memory(activity: str, remedy: str) -> Iterator[None]:
+    """Raise an InputError that says what ran out of memory and which key to lower, with its present value."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"out of memory in {activity} ({first_line(error)}); lower {remedy}") from error
+
+
+@dataclass(frozen=True)
+class SamplingJob:
+    """Everything that decides responses and their grades, which are stored as the trajectory files of a folder."""
+
+    policy: str  # folder or hub name
+    task: Task
+    problems: list[Problem]
+    samples: int  # responses per problem
+    sampling: Sampling
+    seed: int  # each file derives its own from it, so it does not matter which rank or run writes the file
+    precision: str = "32-true"  # or bf16-mixed
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the files: equal metadata stands for equal responses and grades."""
+        tokenizer = load_tokenizer(self.policy)
+        first = render_prompt(self.task.prompt(self.problems[0], tokenizer), tokenizer)  # worked examples, template
+
+        def settings(part: Any) -> list:
+            return [f"{type(part).__module__}.{type(part).__name__}", getattr(part, "__dict__", repr(part))]
+
+        text = json.dumps([settings(self.task), first, *map(vars, self.problems)], default=settings)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        sampling = {**vars(self.sampling), "samples": self.samples, "seed": self.seed, "problems": digest}
+        return provenance(self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0)
+
+    def missing_parts(self, folder: Path) -> list[tuple[Path, list[Problem]]]:
+        """The files that are still to be written, each with its `PART` problems.
+
+        Raises an InputError if the folder holds trajectories of another job.
+        """
+        starts = range(0, len(self.problems), PART)
+        parts = {folder / f"part-{start // PART:05d}.parquet": self.problems[start : start + PART] for start in starts}
+        sweep(folder)
+        now = self.metadata | self.metadata["sampling"]
+        for path in sorted(folder.glob("*.parquet")):
+            found = read_metadata(path)
+            found |= found["sampling"] or {}
+            changed = [f"{key}: {found.get(key)}, now {now[key]}" for key in now if found.get(key) != now[key]]
+            if path not in parts or changed:
+                raise InputError(
+                    f"{path} holds other trajectories than this command samples (another "
+                    f"{'; '.join(changed) or 'set of files'}); name another folder or empty it"
+                )
+        return [(path, problems) for path, problems in parts.items() if not path.exists()]
+
+    def sample_part(
+        self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
+    ) -> int:
+        """Sample, grade, score and write the responses to these problems, unless there are none; their number."""
+        seed = derived_seed(self.seed, *path.stem.encode())
+        trajectories = sample_and_grade(sampler, policy, self.task, problems, self.samples, self.sampling, seed)
+        if trajectories:
+            add_log_probs(policy, trajectories, microbatch_tokens)
+            write_trajectories(path, trajectories, self.metadata)
+        return len(trajectories)
+
+
+def read_parts(folder: Path) -> list[Trajectory]:
+    """The trajectories that a job has written to a folder."""
+    return [row for path in sorted(folder.glob("part-*.parquet")) for row in read_trajectories(path)]

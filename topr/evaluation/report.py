@@ -1,0 +1,76 @@
+"""Tables and figures of metrics with intervals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topr.io import atomic, write_text
+
+Row = dict[str, Any]  # summaries by metric, and numbers; `difference…`: summaries of paired differences to another row
+
+
+def is_summary(value: Any) -> bool:
+    """Whether this is a mean with its interval, as `summarise` returns it."""
+    return isinstance(value, dict) and "interval" in value
+
+
+def cell(value: Any, scale: int = 100, sign: str = "") -> str:
+    """A mean with its interval, in per cent by default, or a number; `sign` is + for differences."""
+    if not is_summary(value):
+        return str(value)
+    mean, low, high = (scale * number for number in (value["mean"], *value["interval"]))
+    return f"{mean:{sign}.1f} [{low:.1f}, {high:.1f}]"
+
+
+def table(rows: dict[str, Row], sign: str = "") -> str:
+    """Markdown table of labelled rows: their summaries (shares in per cent) and whole numbers."""
+    names = [name for row in rows.values() for name, value in row.items() if is_summary(value) or type(value) is int]
+    names = list(dict.fromkeys(names))
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for label, row in rows.items():
+        cells = [cell(row.get(name, ""), 1 if name == "length" else 100, sign) for name in names]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_report(out: Path, results: Any, rows: dict[str, dict[str, Row]]) -> str:
+    """Write results.json, results.md (whose text is returned) and results.png.
+
+    `rows` are tabulated and drawn; their keys are a series and a place on the horizontal axis.
+    """
+    labelled = {f"{series}, {place}": row for series, group in rows.items() for place, row in group.items()}
+    text = f"{table(labelled)}\nPer cent (length: tokens) with 95% bootstrap intervals over problems.\n"
+    for name in dict.fromkeys(key for row in labelled.values() for key in row if key.startswith("difference")):
+        differences = {label: row[name] for label, row in labelled.items() if name in row}
+        to = f" to {next(iter(rows))}" if name == "difference" else ""
+        text += f"\n{name.replace('_', ' ').capitalize()}{to}, paired by problem:\n\n{table(differences, sign='+')}"
+    write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
+    write_text(out / "results.md", text)
+    draw(out / "results.png", rows)
+    return text
+
+
+def draw(path: Path, rows: dict[str, dict[str, Row]]) -> None:
+    """Shares with their intervals as PNG: a panel for each metric, a colour for each series."""
+    from matplotlib.figure import Figure
+
+    places = list(dict.fromkeys(place for group in rows.values() for place in group))
+    found = [item for group in rows.values() for row in group.values() for item in row.items()]
+    metrics = list(dict.fromkeys(name for name, value in found if is_summary(value) and name != "length"))
+    figure = Figure(figsize=(2.2 + 1.9 * len(metrics), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    for axis, metric in zip(axes, metrics, strict=True):
+        for i, (series, group) in enumerate(rows.items()):
+            points = {places.index(place) + 0.1 * i: row[metric] for place, row in group.items() if metric in row}
+            mean = 100 * np.array([point["mean"] for point in points.values()])
+            ends = np.abs(100 * np.array([point["interval"] for point in points.values()]).T - mean)
+            axis.errorbar(list(points), mean, ends, fmt="o", capsize=3, label=series)
+        axis.set_title(metric)
+        axis.set_xticks(range(len(places)), places)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("per cent, 95% interval")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)

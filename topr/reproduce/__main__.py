@@ -1,0 +1,122 @@
+"""Measure the paper's claims on the embedded task; write claims.json, claims.md and a figure for each claim."""
+
+import json
+import os
+import platform
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from topr.evaluation.report import draw, table
+from topr.io import ArgumentParser, InputError, check_counts, check_folder, command, write_text
+from topr.reproduce import applications, methods
+from topr.reproduce.jobs import JobCache
+from topr.reproduce.settings import QUICK, SETTINGS
+from topr.reproduce.study import Rows, Study, best, verdict
+
+CLAIMS = [methods.collapse, methods.clipping, methods.comparison, methods.positives_only]
+CLAIMS += [applications.effective_share, applications.loose_clipping, applications.iterations, applications.verifier]
+
+
+def reproduce(
+    claims: str | None = None,
+    seeds: int | None = None,
+    regime: Literal["standard", "strong"] = "standard",
+    out: Path = Path("runs/claims"),
+    workers: int = os.cpu_count() or 1,
+    quick: bool = False,
+) -> None:
+    """Measure claims, and write the report after each.
+
+    Args:
+        claims: numbers from 1 to 8, with commas (default: all that the regime has)
+        seeds: number of seeds, each with its own base policy and data (default: 5, or 2 with --quick)
+        regime: the embedded setting; strong has a strong base policy of high entropy, and SGD
+        out: folder; the report is in a folder under it
+        workers: number of processes
+        quick: take minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates
+    """
+    if quick and regime != "standard":
+        raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
+    setting = replace(SETTINGS[regime], **QUICK) if quick else SETTINGS[regime]
+    try:
+        numbers = sorted({int(number) for number in claims.split(",")}) if claims is not None else setting.claims
+    except ValueError:
+        raise InputError(f"--claims {claims!r} is not a list of numbers; write for example 1,2,3") from None
+    if unknown := set(numbers) - set(setting.claims):
+        raise InputError(f"--claims has {min(unknown)}; this regime has {', '.join(map(str, setting.claims))}")
+    seeds = seeds if seeds is not None else 2 if quick else 5
+    check_counts("--", least=2, seeds=seeds)  # one has no interval
+    check_counts("--", workers=workers)
+    check_folder("--out", out)
+    folder = (out / "quick" if quick else out) / regime
+    study = Study(JobCache(out / "cache", workers, setting), setting, list(range(1, seeds + 1)))
+    options = f"--claims {','.join(map(str, numbers))} --seeds {seeds} --regime {regime}" + " --quick" * quick
+    report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": processor()}
+    report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": str(setting), "claims": []}
+    for number in numbers:
+        measure = CLAIMS[number - 1]
+        statement, _, paper = " ".join(str(measure.__doc__).split()).strip(".)").rpartition(" (")
+        print(f"claim {number}: {statement}", flush=True)
+        claim = measure(study)
+        found: dict[str, Any] = {"claim": number, "statement": statement, "paper": paper, "seeds": study.seeds}
+        found |= {"holds": verdict(claim.parts)} | claim._asdict()
+        found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
+        draw(folder / f"claim_{number}.png", series(found.pop("figure") or claim.measured))
+        report["claims"].append(found)
+        text = json.dumps(report | study.cache.provenance(), indent=1, allow_nan=False) + "\n"
+        write_text(folder / "claims.json", text)
+        write_text(folder / "claims.md", markdown(json.loads(text)))
+        answers = "; ".join(f"{part}: {answer}" for part, answer in found["parts"].items())
+        print(f"claim {number} holds: {found['holds']} ({answers})", flush=True)
+    print(f"\n{markdown(json.loads(text)).split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
+
+
+def processor() -> str:
+    """The name of the processor, on Linux."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def series(rows: Rows) -> dict[str, Rows]:
+    """Rows by series (`TOPR`) and place on the horizontal axis (`0.1`) where labels have both (`TOPR at rate 0.1`)."""
+    figure: dict[str, Rows] = {}
+    for label, row in rows.items():
+        name, _, place = label.rpartition(" at ")
+        figure.setdefault(name or label, {})[place.rpartition(" ")[2] if name else ""] = row
+    return figure
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for reading: verdicts, then the tables of each claim."""
+    lines = [
+        "# The paper's claims on the embedded task\n",
+        f"`{report['command']}`, verdicts of commit {report['commit']}, measured at {report['measured_at']};",
+        f"{report['cpu_minutes']} CPU minutes on {report['hardware']}.\n",
+        "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed. A part of a claim is",
+        "undecided where its interval contains the bound.\n",
+        "| claim | paper | holds here |\n|---|---|---|",
+    ]
+    for c in report["claims"]:
+        lines.append(f"| {c['claim']}. {c['statement']} | {c['paper']} | **{c['holds']}** |")
+    for claim in report["claims"]:
+        lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
+        lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
+        lines += [f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip() for title in ("measured", "differences")]
+        rates = ", ".join(f"{label} {float(best(scores)):g}" for label, scores in claim["validation"].items())
+        lines.append(f"\nLearning rates, chosen by mean pass@1 on validation: {rates}.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__)
+    parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
+    parser.add_argument("--quick", action="store_true", help="take minutes: the shipped base policy, little of all")
+    with command():
+        reproduce(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

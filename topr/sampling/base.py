@@ -1,0 +1,79 @@
+"""What every sampler shares: sampling parameters, the response, the interface, and where a response ends."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from topr.io import InputError
+from topr.policy import Policy
+
+Ids = list[int]
+
+
+@dataclass
+class Sampling:
+    """Sampling parameters; the defaults are the paper's.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: sample from the k likeliest tokens only; 0 turns it off.
+        top_p: sample from the likeliest tokens that together have this probability; 1 turns it off.
+        max_new_tokens: longest response, its end token included.
+        stop: strings that end a response; the text after them is neither sampled nor graded.
+
+    Raises:
+        InputError: a value is outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 500
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        finite = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4  # other temperatures overflow the logits
+        if not (finite and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1 and all(self.stop)):
+            raise InputError(
+                f"{self}: temperature must be 0 or from 1e-4 to 1e4, top_k at least 0, top_p above 0 and at most 1, "
+                "max_new_tokens at least 1, and no string in stop empty"
+            )
+
+
+class Response(NamedTuple):
+    """Sampled token ids; `finished` says that the last one is an end token."""
+
+    ids: Ids
+    finished: bool
+
+
+class Sampler(ABC):
+    """Base class of samplers."""
+
+    @abstractmethod
+    def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
+        """n responses to each prompt. The same arguments give the same responses.
+
+        A prompt has fewer than n if the sampler drops responses whose token ids are not certain; it then warns. The
+        global generators of torch and numpy keep their states.
+        """
+
+
+def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
+    """The test for the end of a response: an end token, a complete stop string, or max_new_tokens."""
+    ends, stop, tokenizer = policy.end_tokens, sampling.stop, policy.tokenizer
+    window = max((len(text.encode()) for text in stop), default=0) + 4  # tokens; one may hold a single byte
+
+    def ended(ids: Ids) -> bool:
+        if ids[-1] in ends or len(ids) == sampling.max_new_tokens:
+            return True
+        # the whole text decides; it is decoded only if its end contains a stop string
+        return bool(stop) and all(any(text in tokenizer.decode(part) for text in stop) for part in (ids[-window:], ids))
+
+    return ended
+
+
+def first_end(ids: Ids, ended: Callable[[Ids], bool]) -> int | None:
+    """The length at which ids end for the first time; None if they do not end."""
+    return next((length for length in range(1, len(ids) + 1) if ended(ids[:length])), None)

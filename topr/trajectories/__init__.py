@@ -1,0 +1,7 @@
+"""The trajectory file: read, write, validate, import, inspect, curate (`python -m topr.trajectories`).
+
+Not here: grading of responses, batching.
+"""
+
+from topr.trajectories.file import SCHEMA, Trajectory, add_log_probs, batches, read_metadata  # isort: skip
+from topr.trajectories.file import read_trajectories, validate, write_tables, write_trajectories  # isort: skip

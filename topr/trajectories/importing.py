@@ -1,0 +1,150 @@
+"""Import of users' files into the trajectory format."""
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from topr.io import InputError
+from topr.trajectories.file import Trajectory, add_log_probs, write_trajectories
+from topr.trajectories.rows import Types, load_rows
+
+FORMATS = [  # keys of the prompt (absent where the response is a conversation that starts with it), response, reward
+    ("prompt", "response", "reward"),
+    ("messages", "reward"),
+    ("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+    ("input", "output", "reward"),  # OpenRLHF, openrlhf/cli/batch_inference.py, --eval_task rm
+    ("input", "output", "score"),  # verl, verl/trainer/ppo/ray_trainer.py, _dump_generations
+]
+OPTIONAL: Types = {"prompt_id": (str, int), "group": (str, int), "finished": (bool,), "valid": (bool,)}
+OPTIONAL |= dict.fromkeys(("answer", "gold"), (str, int, float))
+ROLES = ("system", "developer", "user", "assistant", "tool")
+DUMP = "dumps of OpenRLHF and verl do not mark responses that were cut off, and verl's prompts lack special tokens"
+Precision = Literal["32-true", "bf16-mixed"]
+
+
+def import_file(
+    source: str, policy: str, out: str | Path, microbatch_tokens: int = 16384, precision: Precision = "32-true"
+) -> int:
+    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long.
+
+    A text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
+    token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
+
+    Args:
+        source: JSON lines, Parquet, or a hub data set owner/name[/config]:split
+        policy: folder or hub name of the policy that sampled the responses
+        out: trajectory file to write
+        precision: of the forward that scores; best that of the training to come
+    """
+    import torch
+
+    from topr.policy import load_policy, own_device, provenance, vocabulary_and_context
+    from topr.policy.model import empty_policy
+
+    empty, (vocabulary, context) = empty_policy(policy), vocabulary_and_context(policy)
+    trajectories: list[Trajectory] = []
+    for number, row in enumerate(load_rows(source, {}, OPTIONAL), start=1):
+        try:
+            trajectories += _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
+        except InputError as error:
+            raise InputError(f"{source}, row {number}: {error}") from error
+    limit = min(microbatch_tokens, context)
+    kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
+    if not kept:
+        raise InputError(f"{source}: no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)")
+    with own_device():
+        model = load_policy(policy)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        add_log_probs(model, kept, microbatch_tokens)
+    write_trajectories(out, kept, provenance(policy, precision))
+    return len(trajectories) - len(kept)
+
+
+def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
+    """The trajectories of an entry, without log-probs."""
+    from topr.policy.tokenizer import encode, encode_prompt
+
+    row = {key: value for key, value in row.items() if value is not None}
+    if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
+        gold = row.get("gts", row.get("gold"))
+        row = {key: row[key] for key in row.keys() - {"gts", "reward"}} | {"gold": gold}
+    *prompt_key, key, last = form = _format(row)
+    if form[0] == "input":
+        warnings.warn(DUMP, stacklevel=3)
+    if unused := sorted(row.keys() - {*form, *OPTIONAL}):
+        warnings.warn(f"keys without a meaning are ignored: {', '.join(unused)}", stacklevel=3)
+    graded: dict[str, Any] = {"valid": row.get("valid")}
+    graded |= {name: str(row[name]) for name in ("answer", "gold") if isinstance(row.get(name), OPTIONAL[name])}
+    rewards = {key: 1.0, last: -1.0} if last == "rejected" else {key: _reward(row[last], last)}
+    found = []
+    for key, reward in rewards.items():
+        prompt, response = _exchange(row[prompt_key[0]] if prompt_key else None, row[key], key)
+        text, prompt_ids = encode_prompt(prompt, tokenizer)
+        response_ids, finished = encode(response, tokenizer, special=False), row.get("finished", True)
+        if not prompt_ids or not (response_ids or finished):
+            raise InputError(f"the {'response' if prompt_ids else 'prompt'} is empty; drop the row")
+        if max(prompt_ids + response_ids) >= vocabulary:
+            raise InputError(f"the tokenizer gives ids beyond the model's vocabulary of {vocabulary}; use its own")
+        while ends & set(response_ids[:-1]) and not tokenizer.decode(response_ids[-1]).strip():
+            response_ids.pop()  # the line break that a template writes after a turn, which was not sampled
+        if finished and not ends & set(response_ids[-1:]):
+            response_ids.append(tokenizer.eos_token_id)
+        # a hash of the text: a prompt has the same id in every file
+        prompt_id = str(row.get("prompt_id", f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:12]}"))
+        names = prompt_id, str(row.get("group", prompt_id)), text
+        found.append(Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded))
+    if found[0].prompt != found[-1].prompt:
+        raise InputError("chosen and rejected must differ in their last message alone")
+    return found
+
+
+def _format(row: dict[str, Any]) -> tuple[str, ...]:
+    """The format whose keys include those of every other one that fits."""
+    fits = [form for form in FORMATS if set(form) <= row.keys()]
+    best = max(fits, key=len, default=())
+    if not best or any(set(form) - set(best) for form in fits):
+        found = f"the keys {', '.join(sorted(row)[:9]) or '(none)'} are those of {len(fits) or 'no'} formats"
+        raise InputError(f"{found}; expected those of one: {'; '.join(', '.join(form) for form in FORMATS)}")
+    return best
+
+
+def _reward(value: Any, key: str) -> float:
+    """A reward as a number; true is +1 and false -1."""
+    from topr.losses import LARGEST
+
+    if isinstance(value, bool):
+        return 1.0 if value else -1.0
+    if key != "label" and isinstance(value, int | float) and abs(value) <= LARGEST:
+        return float(value)
+    raise InputError(f"key {key!r} holds {value!r:.20}, expected a boolean or (no label) a number up to {LARGEST:.0f}")
+
+
+def _exchange(prompt: Any, response: Any, key: str) -> tuple[str | list[dict], str]:
+    """A prompt, as text or messages, and the text of its response, which may come as the end of a conversation."""
+    if prompt is None or not isinstance(response, str):
+        *before, last = _messages(response, key)
+        if prompt is None or prompt in [message["content"] for message in before]:  # it repeats the question
+            prompt, before = before, []
+        if before or last["role"] != "assistant":
+            raise InputError(f"key {key!r} must end in the one assistant message that has the reward")
+        response = last["content"]
+    if not isinstance(prompt, str):
+        prompt = _messages(prompt, "prompt")
+        if prompt[-1]["role"] == "assistant":
+            raise InputError("the prompt ends in an assistant message; the response must answer another role")
+    return prompt, response
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    """Chat messages, without the null keys that Parquet adds."""
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"key {key!r} holds {value!r:.40}, expected chat messages, or text beside a prompt")
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) and message.get("role") in ROLES else None
+        if not isinstance(content, str):
+            raise InputError(f"key {key!r} holds {message!r:.60}, expected content and a role of {', '.join(ROLES)}")
+    return [{name: part for name, part in message.items() if part is not None} for message in messages]
