@@ -163,6 +163,14 @@ def test_the_reported_weight_is_what_multiplies_the_advantage_in_the_gradient(na
             assert output.truncated_B[i].item() == pytest.approx(np.mean(abs(weight - ratio) > 1e-9))
 
 
+@pytest.mark.parametrize("loss", [DPO(0.2), KTO(0.2)])
+def test_the_reported_weight_of_dpo_and_kto_is_the_size_of_the_gradient(loss):
+    pi, mu, *_ = batch()
+    output, gradients = ours(loss, pi, mu, np.tile([1.0, -1.0], 20))
+    for weight, gradient in zip(output.weight_B.tolist(), gradients, strict=True):
+        np.testing.assert_allclose(np.abs(gradient), weight, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("distance", [0.0, 1.5])
 def test_dpo_equals_its_formula_pair_by_pair(distance):
     pi, mu, *_ = batch(distance=distance)
