@@ -246,7 +246,11 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
         ("uniform", files[0], "other.parquet", "--budget=2"): "different tokenizers",
     }.items():
         rejected(run, words, "curate", *arguments, "--out=kept.parquet", main=main)
-    for out, words in ((files[1], "one of the inputs"), (tmp_path, "is a folder"), ("/proc/x/kept", "takes no file")):
+    for out, words in (
+        (files[1], "one of the inputs"),
+        (tmp_path, "is a folder"),
+        (f"{files[0]}/kept", "takes no file"),
+    ):
         rejected(run, words, "curate", "uniform", *files, "--budget=2", f"--out={out}", main=main)
     for arguments in (("uniform", "--budget=2"), ("share", "--share=.5", "--total=4"), ("anna_karenina", "--budget=1")):
         assert run(main, "curate", arguments[0], *files, *arguments[1:], "--out=kept.parquet")[0] == 0

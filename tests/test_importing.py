@@ -18,8 +18,8 @@ from topr.trajectories.__main__ import main
 
 EOS, BOS, END = 1, 2, 3
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}{% if m.name is defined %} {{ m.name }}{% endif %}]\n"
+    "{{ m['content'] }}<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "five"}
@@ -202,7 +202,9 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
 def test_import_takes_what_other_programs_write(run, tmp_path, policy):
     line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
     (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
+    (exact, _), _ = imported(run, policy, tmp_path / "a.jsonl")
     (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
+    assert 0 < np.abs(np.subtract(first.ref_logprobs, exact.ref_logprobs)).max() < 0.05
     assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
     assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
@@ -287,13 +289,17 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_entry_is_named_and_the_correct_one_imported(run, chat, name):
+def test_a_malformed_entry_is_named(run, chat, name):
     good, changes, words = MALFORMED[name]
-    bad = {key: value for key, value in (good | changes).items() if value is not None or key not in good}
+    bad = {key: value for key, value in (good | changes).items() if value is not None}
     jsonl(run.folder / "bad.jsonl", [good, bad])
-    rejected(run, f"bad.jsonl, {words}" if words.startswith("row") else words, "import", "bad.jsonl",
-             f"--policy={chat}", "--out=o/a.parquet", main=main)  # fmt: skip
-    assert len(imported(run, chat, [good, good])[0]) in (2, 4)
+    rejected(run, words, "import", "bad.jsonl", f"--policy={chat}", "--out=o/a.parquet", main=main)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_corrected_entries_are_imported(run, chat):
+    good = [entry for entry, _, _ in MALFORMED.values()]
+    assert len(imported(run, chat, good)[0]) == len(good) + 1  # a preference gives two
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):

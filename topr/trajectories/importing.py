@@ -139,7 +139,7 @@ def _exchange(prompt: Any, response: Any, key: str) -> tuple[str | list[dict], s
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Chat messages, without the null keys that Parquet adds."""
+    """Chat messages; apply_chat_template ignores the null keys that Parquet adds."""
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise InputError(f"key {key!r} holds {value!r:.40}, expected chat messages, or text beside a prompt")
@@ -147,4 +147,4 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
         content = message.get("content") if isinstance(message, dict) and message.get("role") in ROLES else None
         if not isinstance(content, str):
             raise InputError(f"key {key!r} holds {message!r:.60}, expected content and a role of {', '.join(ROLES)}")
-    return [{name: part for name, part in message.items() if part is not None} for message in messages]
+    return messages
