@@ -92,7 +92,7 @@ def evaluate(
         folder = out / "responses" / f"{name}-{digest}"
         missing = gather(job.missing_parts(folder))  # rank 0's: another rank may have looked later, and found more
         if mine := missing[0][rank() :: len(missing)]:
-            gc.collect()  # the policy before, whose model refers to itself
+            gc.collect()  # the policy before may be held by reference cycles
             with own_device():
                 model = load_policy(job.policy)
         for path, problems in tqdm(mine, f"{job.policy} on {name}", disable=rank() > 0):
@@ -138,9 +138,9 @@ def parse() -> dict[str, Any]:
     """The arguments of `evaluate`."""
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
-    parser.add_argument("--policy", nargs="+", type=str, required=True, help="folders or hub names")
+    parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     names = f"{', '.join(BENCHMARKS)}; FILE, or a hub data set, replaces its problems"
-    parser.add_argument("--benchmark", nargs="+", type=str, required=True, metavar="NAME[=FILE]", help=names)
+    parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=names)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
     parser.add_argument("--stop", nargs="*", help="texts that end a response")
@@ -151,6 +151,7 @@ def parse() -> dict[str, Any]:
     given = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in sys.argv[1:]]
     args = vars(parser.parse_args(given))
     del args["config"]
+    args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
     if args.pop("greedy"):
         args |= {"temperature": 0.0, "samples": 1}
     sampling = {field.name: args.pop(field.name) for field in fields(Sampling)}
