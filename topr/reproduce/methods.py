@@ -94,7 +94,8 @@ def positives_only(study: Study) -> Claim:
     solved, topr, positives = (np.array([result["result"]["pass@1"] for result in runs[name]]) for name in names)
     gains = {}
     for name, low, high in (("up to a quarter", -1, 0.25), ("up to a half", 0.25, 0.5), ("more than half", 0.5, 1)):
-        gains[name] = np.average(topr - positives, axis=1, weights=(low < solved) & (solved <= high))
+        chosen = (low < solved) & (solved <= high)
+        gains[name] = ((topr - positives) * chosen).sum(axis=1) / np.maximum(chosen.sum(axis=1), 1)  # 0 if none
     most = over_seeds(gains["up to a quarter"] - gains["more than half"])
     parts = {
         "positives only ends below TOPR in pass@1": below(changes["positives only minus TOPR"]["pass@1"]),
