@@ -16,8 +16,6 @@ from topr.losses import (
     PositivesOnly,
     advantage_share,
     baseline_for_rewards,
-    baseline_for_share,
-    effective_positive_share,
     rho,
 )
 
@@ -222,12 +220,10 @@ def test_statistics_report_log_ratio_weight_and_truncation():
 
 def test_share_and_baseline_invert_each_other():
     for p, c in itertools.product((0.05, 0.1, 0.5, 0.9), (-0.9, -0.3, 0.0, 0.4, 0.8)):
-        assert baseline_for_share(p, effective_positive_share(p, c)) == pytest.approx(c, abs=1e-12)
         reward = np.array([1.0] * round(100 * p) + [-1.0] * round(100 * (1 - p)))
-        share = effective_positive_share(p, c)
+        share = p * (1 - c) / (1 + c * (1 - 2 * p))  # the paper's, for rewards +-1
         assert advantage_share(reward - c) == pytest.approx(share, abs=1e-12)
         assert baseline_for_rewards(reward, share) == pytest.approx(c, abs=1e-9)
-    assert effective_positive_share(0.3, 0) == 0.3
 
 
 def test_share_of_real_rewards_by_bisection():

@@ -52,21 +52,6 @@ def advantage_share(advantage: np.ndarray) -> float:
     return float(advantage[advantage > 0].sum(dtype=np.float64) / total) if total else 0.0
 
 
-def effective_positive_share(positive_share: float, baseline: float) -> float:
-    """The effective share for rewards +-1, a share p of positives and baseline c: p(1-c) / (1 + c(1-2p))."""
-    if not (0 <= positive_share <= 1 and -1 <= baseline <= 1):
-        raise InputError(f"p = {positive_share} must lie in [0, 1] and c = {baseline} in [-1, 1]")
-    return positive_share * (1 - baseline) / (1 + baseline * (1 - 2 * positive_share))
-
-
-def baseline_for_share(positive_share: float, effective_share: float) -> float:
-    """The baseline that gives rewards +-1 with share p the effective share q: (p-q) / (p+q-2pq)."""
-    p, q = positive_share, effective_share
-    if not (0 < p < 1 and 0 < q < 1):
-        raise InputError(f"the shares p = {p} and effective {q} must lie strictly between 0 and 1")
-    return (p - q) / (p + q - 2 * p * q)
-
-
 def baseline_for_rewards(reward: np.ndarray, effective_share: float) -> float:
     """The baseline c that makes `advantage_share(reward - c)`, which falls with c, `effective_share`; by bisection."""
     low, high = float(reward.min()), float(reward.max())

@@ -61,9 +61,8 @@ def require_signal(loss: Loss, advantage: np.ndarray) -> np.ndarray:
     """The advantages in float32; raises InputError if all of them are 0."""
     if not advantage.any():
         reason = "no group holds rewards that differ" if loss.grouping == "group" else "every advantage is 0"
-        raise InputError(
-            f"data.train: {reason}, so {type(loss).__name__} learns nothing; sample more or change the loss"
-        )
+        remedy = "sample more or change the loss"
+        raise InputError(f"data.train: {reason}, so {type(loss).__name__} learns nothing; {remedy}")
     return advantage.astype(np.float32)
 
 
@@ -74,11 +73,6 @@ def check_argument(name: str, value: Any, valid: bool, expected: str) -> None:
 
 
 def check_clips(**clips: float) -> None:
-    """Raise an InputError unless every clip bound is at least 0; infinity clips nothing."""
+    """Raise an InputError unless every clip bound is at least 0."""
     for name, value in clips.items():
         check_argument(name, value, value >= 0, "at least 0, and .inf clips nothing")
-
-
-def check_baseline(baseline: float) -> None:
-    """Raise an InputError unless the baseline is finite and at most `LARGEST`."""
-    check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")

@@ -5,6 +5,7 @@ Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T)
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from topr.io import InputError
 from topr.losses.advantages import centred, group_sizes, place_in_group, standardised
-from topr.losses.base import Loss, LossOutput, check_argument, check_baseline, check_clips, require_signal, sum_tokens
+from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, check_clips, require_signal, sum_tokens
 from topr.losses.topr import TOPR, Ratio, RatioLoss, rho, truncated_ratio
 
 
@@ -30,7 +31,7 @@ class PPO(RatioLoss):
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
         super().__init__(ratio)
         check_clips(clip_low=clip_low, clip_high=clip_high)
-        check_baseline(baseline)
+        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
         self.low, self.high, self.baseline = clip_low, clip_high, baseline
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
@@ -126,9 +127,7 @@ class REC(WeightedLoss):
         check_clips(clip_low=clip_low, clip_high=clip_high)
         self.importance, self.low, self.high = importance, 1 - clip_low, 1 + clip_high
 
-    @abstractmethod
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-        """M_t, boolean."""
+    mask: Callable[[Tensor, Tensor], Tensor]  # M_t, boolean, from r_t and A
 
     def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
         mask_N = self.mask(ratio_N, advantage_N)
@@ -175,7 +174,7 @@ class DPO(Loss):
 
     def __init__(self, beta: float = 0.1, baseline: float = 0.0):
         check_argument("beta", beta, 0 < beta < np.inf, "finite and above 0")
-        check_baseline(baseline)
+        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
         self.beta, self.baseline = beta, baseline
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
@@ -259,10 +258,6 @@ class REDWeight(GroupREINFORCE):
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         advantage = centred(reward, group)
-        with np.errstate(over="ignore"):
-            weighted = advantage * np.exp(advantage / self.temperature)
-        if not np.isfinite(weighted.astype(np.float32)).all():
-            raise InputError(
-                f"model.loss: e^(A/temperature) overflows with A = {advantage.max():g}; raise the temperature"
-            )
-        return require_signal(self, weighted)
+        if advantage.max() > 70 * self.temperature:  # times A, the end of float32
+            raise InputError(f"model.loss: e^(A/temperature) overflows with A = {advantage.max():g}; raise temperature")
+        return require_signal(self, advantage * np.exp(advantage / self.temperature))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from topr.io import InputError
 from topr.losses.advantages import baseline_for_rewards
-from topr.losses.base import Loss, LossOutput, check_argument, check_baseline, sum_tokens
+from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, sum_tokens
 
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
 Ratio = Literal["sequence", "sequence_mean", "token"]
@@ -103,7 +103,7 @@ class TOPR(RatioLoss):
             largest = math.exp(LOG_INFINITY)
             valid = None not in (a, b) and 0 <= a <= b and a <= largest and not largest < b < math.inf
             check_argument(f"[a_{sign}, b_{sign}]", [a, b], valid, f"0 <= a <= b <= e^{LOG_INFINITY:.0f} or b = .inf")
-        check_baseline(baseline)
+        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
         if positive_share is not None:
             check_argument("positive_share", positive_share, 0 < positive_share < 1, "strictly between 0 and 1")
             if baseline != 0:
