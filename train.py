@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -28,7 +27,6 @@ from topr.distributed import end_with_parent, rank
 from topr.io import (
     InputError,
     OneSentenceErrors,
-    check_counts,
     check_folder,
     command,
     first_line,
@@ -114,7 +112,7 @@ class CLI(LightningCLI):
         if arguments is None or "save_dir" not in arguments:
             raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True)
         newest, done = next(((path, n) for path in found if (n := updates(path)) is not None), (None, 0))
         config.ckpt_path = newest and str(newest)
         print(f"resuming {newest}" if newest else f"no complete checkpoint under {root}: starting afresh")
@@ -124,7 +122,7 @@ class CLI(LightningCLI):
             version = newest.parent.parent
         else:  # a run that was killed before its first checkpoint starts again in its own folder
             unfinished = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
-            version = max(unfinished, key=lambda path: path.stat().st_mtime, default=root)
+            version = max(unfinished, key=os.path.getmtime, default=root)
         if version == root:
             return
         if (version / "config.yaml").is_file():
@@ -164,10 +162,8 @@ class CLI(LightningCLI):
             return
         key, sizes = "trainer.strategy.init_args.", config.trainer.strategy.init_args
         if (sizes.data_parallel_size, sizes.tensor_parallel_size) != (devices, 1):
-            raise InputError(
-                f"each of {devices} device(s) must hold a shard of its own: set --{key}data_parallel_size {devices} "
-                f"--{key}tensor_parallel_size 1"
-            )
+            remedy = f"set --{key}data_parallel_size {devices} --{key}tensor_parallel_size 1"
+            raise InputError(f"each of {devices} device(s) must hold a shard of its own: {remedy}")
 
     def _run(self, command: str, **arguments: Any) -> None:
         """Run a trainer's command; if its input turns out bad before the first update, remove the run's new folder."""
@@ -214,26 +210,15 @@ def check_trainer(trainer: Any) -> None:
     if save_dir is not None:
         check_folder("trainer.logger.init_args.save_dir", save_dir)
     strategy = str(getattr(trainer.strategy, "class_path", trainer.strategy))
+    accumulates = trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in str(trainer.callbacks)
+    cuts = trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches
+    casts = trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed")
     for wrong, message in (
-        (
-            trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in str(trainer.callbacks),
-            "accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which the number of "
-            "micro-batches per update follows",
-        ),
+        (accumulates, "accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which it follows"),
         (trainer.logger in (False, []), "logger is false, but its folder is where a run's files go; leave it on"),
-        (
-            trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches,
-            "limit_train_batches and overfit_batches would cut an update in pieces; set trainer.max_steps",
-        ),
-        (
-            re.search("fsdp", strategy, re.IGNORECASE),
-            f"strategy {strategy} is FSDP1, which changes the updates of factored optimisers; use Lightning's "
-            "ModelParallelStrategy (FSDP2) as in configs/fsdp.yaml",
-        ),
-        (
-            trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed"),
-            f"precision is {trainer.precision}; weights stay in float32: choose 32-true or bf16-mixed",
-        ),
+        (cuts, "limit_train_batches and overfit_batches would cut an update in pieces; set trainer.max_steps"),
+        ("fsdp" in strategy.lower(), f"strategy {strategy} is FSDP1; use FSDP2, with --config configs/fsdp.yaml"),
+        (casts, f"precision is {trainer.precision}; weights stay in float32: choose 32-true or bf16-mixed"),
     ):
         if wrong:
             raise InputError(f"trainer.{message}")
@@ -241,7 +226,8 @@ def check_trainer(trainer: Any) -> None:
 
 def check_seed(value: bool | int) -> int:
     """The seed; numpy takes 32 bits."""
-    check_counts("", least=0, most=2**32 - 1, seed_everything=int(value))
+    if not 0 <= value < 2**32:
+        raise InputError(f"seed_everything is {value}; it must lie between 0 and {2**32 - 1}")
     return int(value)
 
 

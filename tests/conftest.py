@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import train
 from topr.callbacks import Monitor
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
-from topr.policy.tokenizer import clear_caches
+from topr.policy.files import resolve_policy, vocabulary_and_context
 from topr.tasks.arithmetic.imitation import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
@@ -61,6 +61,12 @@ def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[lis
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+def clear_caches() -> None:
+    """Forget what was read of policies."""
+    for cached in (resolve_policy, vocabulary_and_context, policy_fingerprint, load_tokenizer):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)

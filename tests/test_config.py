@@ -11,14 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import ROOT, make_policy, make_trajectories, rejected, write
+from conftest import ROOT, clear_caches, make_policy, make_trajectories, rejected, write
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 import train
 from topr.io import InputError
 from topr.policy import load_tokenizer
-from topr.policy.tokenizer import clear_caches
 from topr.trajectories import read_metadata, validate
 
 CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null"]

@@ -78,16 +78,10 @@ CASES = {
     "chat response": ([{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}], [([SYSTEM, ASK], "4", 1)]),
     "one message": ([{"prompt": [ASK], "response": SAY, "reward": False}], [([ASK], "4", -1)]),
     "text, chat response": ([{"prompt": "2+2=", "response": [SAY], "reward": 1}], [("2+2=", "4", 1)]),
-    "conversation": (
-        [{"messages": [ASK, WRONG, ASK, SAY], "reward": -0.5}],
-        [([ASK, WRONG, ASK], "4", -0.5)],
-    ),
+    "conversation": ([{"messages": [ASK, WRONG, ASK, SAY], "reward": -0.5}], [([ASK, WRONG, ASK], "4", -0.5)]),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
     "TRL unpaired chat": ([{"prompt": [ASK], "completion": [WRONG], "label": False}], [([ASK], "five", -1)]),
-    "TRL paired": (
-        [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
-        [("2+2=", "4", 1), ("2+2=", "five", -1)],
-    ),
+    "TRL paired": ([{"prompt": "2+2=", "chosen": "4", "rejected": "five"}], [("2+2=", "4", 1), ("2+2=", "five", -1)]),
     "TRL paired chat": (
         [{"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
@@ -100,10 +94,7 @@ CASES = {
         [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
     ),
-    "verl": (
-        [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
-        [("2+2=", "4", 1)],
-    ),
+    "verl": ([{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}], [("2+2=", "4", 1)]),
     "verl validation": (
         [{"input": "2+2=", "output": "4", "gts": None, "score": -1.0, "step": 3, "reward": 7.0, "acc": False}],
         [("2+2=", "4", -1)],

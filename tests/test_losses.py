@@ -8,16 +8,7 @@ import pytest
 import torch
 
 from topr.io import InputError
-from topr.losses import (
-    IS,
-    REINFORCE,
-    TIS,
-    TOPR,
-    PositivesOnly,
-    advantage_share,
-    baseline_for_rewards,
-    rho,
-)
+from topr.losses import IS, REINFORCE, TIS, TOPR, PositivesOnly, advantage_share, baseline_for_rewards, rho
 
 END = 2
 INFINITY = math.exp(20)

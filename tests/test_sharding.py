@@ -77,10 +77,7 @@ def two(files):
     """Everything that two ranks do, in one launch: the folder of the runs; exit codes and output of each command."""
     folder = files[0]
     stopped, uneven = on_ranks(
-        1,
-        folder,
-        command(files, "saved-by-one", *FSDP[1], *STOPPED),
-        command(files, "uneven", *FSDP[1], *RUNS["bf16"]),
+        1, folder, command(files, "saved-by-one", *FSDP[1], *STOPPED), command(files, "uneven", *FSDP[1], *RUNS["bf16"])
     )
     assert stopped[0] == uneven[0] == [0], stopped[1] + uneven[1]
     (whole,) = (folder / "runs" / "saved-by-one" / "version_0" / "checkpoints").iterdir()

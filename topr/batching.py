@@ -81,13 +81,7 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_plan(
-    group: np.ndarray,
-    positive: np.ndarray,
-    *,
-    batch_size: int,
-    grouping: Grouping,
-    seed: int,
-    epoch: int,
+    group: np.ndarray, positive: np.ndarray, *, batch_size: int, grouping: Grouping, seed: int, epoch: int
 ) -> list[np.ndarray]:
     """Global batches of one epoch, each an array of trajectory indices; a pure function of its arguments.
 

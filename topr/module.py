@@ -15,7 +15,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from topr.batching import MicroBatch, ProblemBatch, Tokens
 from topr.callbacks import Evaluate, Monitor
-from topr.distributed import total_norm
 from topr.io import InputError
 from topr.losses import Loss, LossOutput
 from topr.policy.model import LoRA, Policy, compile_layers, load_policy, one_pass
@@ -78,7 +77,6 @@ class PolicyModule(LightningModule):
         if threads is not None:
             torch.set_num_threads(threads)
         self.step_output: StepOutput | None = None  # of the last micro-batch, until a callback takes it
-        self._gradient_norm = (-1, torch.tensor(0.0))  # updates before it was computed
 
     def configure_callbacks(self) -> list[Callback]:
         """Monitoring and evaluation; what else train.py adds can be passed to any Trainer."""
@@ -143,24 +141,6 @@ class PolicyModule(LightningModule):
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         self.trainer.accumulate_grad_batches = batch.microbatches
-
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the update's gradient before clipping, over all ranks; computed once per update."""
-        if self._gradient_norm[0] != self.global_step:
-            norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
-            self._gradient_norm = (self.global_step, norm)
-        return self._gradient_norm[1]
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
-            torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, self.gradient_norm())
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *closure: Any) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, *closure)

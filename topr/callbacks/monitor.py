@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from topr.batching import Tokens
-from topr.distributed import gather, raise_on_all_ranks
+from topr.distributed import gather, raise_on_all_ranks, total_norm
 from topr.io import DivergedError, InputError
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
@@ -65,7 +65,8 @@ class Monitor(Callback):
         values, indices = (np.concatenate(parts, axis=-1) for parts in zip(*gather(local), strict=True))
         real = values[0] > 0  # no filler
         rows = dict(zip(COLUMNS, values[:, real], strict=True)) | {"trajectory": indices[real]}
-        norm, step = float(module.gradient_norm()), trainer.global_step
+        step, gradients = trainer.global_step, (p.grad for p in module.parameters() if p.grad is not None)
+        norm = float(total_norm(gradients))  # before clipping
         check_finite(trainer, rows, norm)
         self._check_movement(trainer, module, rows)
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
@@ -97,11 +98,8 @@ class Monitor(Callback):
         elif self.weights_before is not None:
             # in bfloat16 the ratios are too noisy to tell, the weights are not
             if np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.weights_before):
-                warnings.warn(
-                    "the policy has not moved: its ratios pi/mu or its weights are the same after the first update; "
-                    "the learning rate is 0 or the update vanishes in the precision of the weights",
-                    stacklevel=1,
-                )
+                reason = "the learning rate is 0 or too small for the precision of the weights"
+                warnings.warn(f"the policy has not moved in the first update: {reason}", stacklevel=1)
             self.weights_before = None
 
 
@@ -109,20 +107,16 @@ def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None
     """End the run before an update of NaN or infinite numbers: weights and checkpoints stay as they were."""
     names = {"log_ratio": "log-probs", "loss": "loss", "gradient": "gradient"}
     bad = {name: rows["trajectory"][~np.isfinite(rows[column])] for column, name in names.items()}
-    found = next((name for name, trajectories in bad.items() if len(trajectories)), None)
-    if found is None and np.isfinite(norm):
-        return
     # if no trajectory's own numbers are at fault, the error arose on the way down through the layers
-    chosen = np.sort(bad[found] if found else rows["trajectory"])
-    named = ", ".join(trainer.datamodule.place(chosen[:3]))
-    raise_on_all_ranks(
-        DivergedError(
-            f"update {trainer.global_step + 1}: the {found or 'gradient of the weights'} is NaN or infinite for "
-            f"{len(chosen)} of its {len(rows['trajectory'])} trajectories ({named}{', …' if len(chosen) > 3 else ''}), "
-            "so nothing was updated: lower the learning rate or set trainer.precision 32-true, then resume with "
-            "--ckpt_path last"
-        )
-    )
+    bad["gradient of the weights"] = rows["trajectory"][: 0 if np.isfinite(norm) else None]
+    found = next((name for name, trajectories in bad.items() if len(trajectories)), None)
+    if found is None:
+        return
+    places = ", ".join(trainer.datamodule.place(np.sort(bad[found])[:3]))
+    share = f"{len(bad[found])} of its {len(rows['trajectory'])} trajectories (first {places})"
+    message = f"update {trainer.global_step + 1}: the {found} is NaN or infinite for {share}, so nothing was updated"
+    remedy = "lower the learning rate or set trainer.precision 32-true, then resume with --ckpt_path last"
+    raise_on_all_ranks(DivergedError(f"{message}: {remedy}"))
 
 
 def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> None:
@@ -132,10 +126,8 @@ def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> N
     claimed = np.array([file["policy"] == policy_fingerprint(policy) for file in files])
     if not claimed.all():
         low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
-        rank_zero_info(
-            f"{(~claimed).mean():.0%} of the first batch were sampled by another policy, or an unknown one; their "
-            f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
-        )
+        figures = f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
+        rank_zero_info(f"another or an unknown policy sampled {(~claimed).mean():.0%} of the first batch; {figures}")
     if not claimed.any():
         return
     precisions = {file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own}
@@ -144,11 +136,11 @@ def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> N
     found = (np.max if exact else np.median)(drift[claimed])
     bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
     if not found <= bound:
-        worst = trainer.datamodule.place(rows["trajectory"][np.where(claimed, drift, -1).argmax()][None])[0]
+        (worst,) = data.place(rows["trajectory"][np.where(claimed, drift, -1).argmax()][None])
         measure = "the largest |log pi - log mu|" if exact else "the median |log pi - log mu| per token"
         message = f"data.train says that policy {policy!r} sampled it, but before the first update {measure} is"
-        remedy = "score the responses again with this policy"
-        raise_on_all_ranks(InputError(f"{message} {found:.3g}, expected at most {bound} (worst: {worst}); {remedy}"))
+        expected = f"{found:.3g}, expected at most {bound} (worst: {worst}); score the responses again with this policy"
+        raise_on_all_ranks(InputError(f"{message} {expected}"))
 
 
 def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> dict[str, float]:

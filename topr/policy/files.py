@@ -5,7 +5,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
-from topr.io import InputError, check_counts, first_line
+from topr.io import InputError, first_line
 
 SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # never pickled weights, never code
@@ -45,20 +45,18 @@ def vocabulary_and_context(name: str) -> tuple[int, int]:
         config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False).get_text_config()
     except Exception as error:
         raise InputError(f"the config.json of policy {name!r} cannot be used: {first_line(error)}") from error
-    context = getattr(config, "max_position_embeddings", None)
-    check_counts(f"policy {name!r}, config.json: ", vocab_size=config.vocab_size, max_position_embeddings=context)
-    return config.vocab_size, context or 2**31
+    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
 
 
-def stored_tensors(name: str) -> dict[str, tuple[Path, str]]:
-    """File and type, by safetensors' name, of every tensor of a policy; raises InputError for a damaged file."""
+def stored_tensors(name: str) -> dict[str, Path]:
+    """The file of every tensor of a policy, by its name; raises InputError for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
-    tensors: dict[str, tuple[Path, str]] = {}
+    tensors: dict[str, Path] = {}
     for path in resolve_policy(name).glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
-                tensors |= {key: (path, file.get_slice(key).get_dtype()) for key in file.keys()}  # noqa: SIM118
+                tensors |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             raise InputError(f"policy {name!r}: {path.name} cannot be read ({first_line(error)})") from error
     return tensors
@@ -74,7 +72,7 @@ def policy_fingerprint(name: str) -> str:
     from safetensors import safe_open
 
     digest = hashlib.sha256()
-    for key, (path, _) in sorted(stored_tensors(name).items()):
+    for key, path in sorted(stored_tensors(name).items()):
         with safe_open(path, "pt") as file:
             rows = file.get_slice(key)
             shape = rows.get_shape()

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens, pack
-from topr.io import InputError, atomic, check_counts, first_line
-from topr.policy.files import resolve_policy, stored_tensors
+from topr.io import InputError, atomic, first_line
+from topr.policy.files import resolve_policy
 from topr.policy.logprobs import Head, output_head, padded_hidden_states, token_log_probs
 from topr.policy.tokenizer import load_tokenizer
 
@@ -21,8 +22,6 @@ try:  # for speed only: without these two files the same values are computed, mo
     from topr.policy import one_pass, shared_prompts
 except ImportError:
     one_pass = shared_prompts = None  # type: ignore[assignment]
-
-FLOATS = ["F16", "BF16", "F32", "F64"]
 
 
 class Policy(nn.Module):
@@ -134,17 +133,12 @@ def _config(name: str) -> Any:
 
 
 def check_weights(policy: Policy) -> None:
-    """Raise an InputError for weights (of this rank's shard) that are not finite and for EOS ids that are no tokens."""
-    stored, model = stored_tensors(policy.name), policy.model
-    for name, weight in model.named_parameters():
+    """Raise an InputError for weights (of this rank's shard) that are not finite."""
+    for name, weight in policy.model.named_parameters():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if stored.get(name, (None, "F32"))[1] not in FLOATS or not local.sum().isfinite():
-            message = f"policy {policy.name!r}: the weights {name} hold NaN, infinity or none of {', '.join(FLOATS)}"
+        if not local.sum().isfinite():
+            message = f"policy {policy.name!r}: the weights {name} hold NaN or infinity"
             raise InputError(f"{message}; export or download it again")
-    vocabulary = model.config.get_text_config().vocab_size
-    for end in policy.end_tokens:
-        if type(end) is not int or not 0 <= end < vocabulary:
-            raise InputError(f"policy {policy.name!r}: eos_token_id {end!r} in generation_config.json is no token id")
 
 
 @torch.no_grad()
@@ -190,12 +184,9 @@ class LoRA:
         targets: names of the layers that get one; all linear ones but the output projection by default.
     """
 
-    rank: int = 16
-    alpha: int = 32
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
     targets: str | list[str] = "all-linear"
-
-    def __post_init__(self):
-        check_counts("model.lora.", rank=self.rank, alpha=self.alpha)
 
     def add_to(self, policy: Policy) -> None:
         """Add fresh adapters, which change nothing yet, to a policy and freeze its own weights, in place."""

@@ -63,9 +63,3 @@ def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:
     """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.METADATA_KEYS`."""
     fingerprints = {"tokenizer": tokenizer_fingerprint(load_tokenizer(name)), "policy": policy_fingerprint(name)}
     return {**fingerprints, "precision": precision, **more}
-
-
-def clear_caches() -> None:
-    """Forget what was read of policies; for tests that change their files."""
-    for cached in (resolve_policy, vocabulary_and_context, policy_fingerprint, load_tokenizer):
-        cached.cache_clear()
