@@ -7,6 +7,7 @@ Shapes: B trajectories, L tokens of the row that holds them, N response tokens l
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,8 @@ class Tokens(NamedTuple):
         return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)
-        }
-        return self._replace(**moved)
+        tensors = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return self._replace(**{name: value.to(device) for name, value in tensors.items()})  # type: ignore[arg-type]
 
 
 class MicroBatch(NamedTuple):
@@ -91,18 +90,16 @@ def epoch_plan(
         batch_size: largest number of trajectories in a batch; the last batch of an epoch may be smaller.
         grouping: `none` shuffles trajectories; `group` shuffles groups and fills batches with whole ones; `pair` draws
             min(n+, n-) disjoint pairs from each group and shuffles them, a positive and its negative side by side.
-        seed: of the shuffle.
-        epoch: counted from 0; each epoch has its own shuffle and its own pairs.
+        seed, epoch: of the shuffle and the pairs; epochs count from 0.
     """
     rng = np.random.default_rng([seed, epoch])
     if grouping == "none":
         order = rng.permutation(len(group))
         return np.split(order, range(batch_size, len(order), batch_size))
     if grouping == "pair":
-        pairs = rng.permutation(_pairs(group, positive, rng))
-        if batch_size < 2:
+        pairs, size = rng.permutation(_pairs(group, positive, rng)), batch_size // 2
+        if not size:
             raise InputError("data.batch_size is 1, but this loss needs pairs; set it to at least 2")
-        size = batch_size // 2
         return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
     shuffled = rng.permutation(group.max() + 1)[group]
     order = np.argsort(shuffled, kind="stable")
@@ -134,24 +131,21 @@ def microbatch_count(
 ) -> int:
     """The smallest number of micro-batches per rank and update that keeps each of them within `microbatch_tokens`.
 
-    Args:
-        plan: global batches.
-        sizes: see `partition`.
-        microbatch_tokens: bound on the tokens of a micro-batch, in which a prompt counts once for all its responses.
-        ranks: processes that share a global batch.
-        unit: neighbours that stay in one micro-batch (2 for pairs).
+    `sizes` and `unit` are those of `partition`; a prompt counts once for all its responses in a micro-batch.
     """
-    longest = 0
-    for batch in plan:
-        prompt, prompt_length, length = sizes[:, batch].reshape(3, -1, unit)
-        other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]  # of a unit whose prompts differ
-        unit_tokens = prompt_length[:, 0] + length.sum(axis=1) + other_prompts.sum(axis=1)
-        longest = max(longest, int(unit_tokens.max()))
+    longest = int(np.add(*_unit_tokens(sizes[:, np.concatenate(plan)], unit)).max())
     if longest > microbatch_tokens:
         what = "a pair" if unit == 2 else "a trajectory"
         raise InputError(f"data.microbatch_tokens is {microbatch_tokens} but {what} takes up to {longest}; raise it")
     rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit)) for batch in plan)
     return max(math.ceil(count / ranks) for count in rows)
+
+
+def _unit_tokens(sizes: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each unit but its first prompt, and those of its first prompt."""
+    prompt, prompt_length, length = sizes.reshape(3, -1, unit)
+    other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]
+    return length.sum(axis=1) + other_prompts.sum(axis=1), prompt_length[:, 0]
 
 
 def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
@@ -166,13 +160,12 @@ def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1)
     Returns:
         Indices of the trajectories, one array a row.
     """
-    prompt, prompt_length, length = sizes.reshape(3, -1, unit)
+    prompt = sizes[0].reshape(-1, unit)
     order = np.argsort(prompt[:, 0], kind="stable")
-    other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]
-    own = (length.sum(axis=1) + other_prompts.sum(axis=1))[order].tolist()
-    leading = prompt_length[order, 0].tolist()  # what a unit's prompt adds to a new row; below: behind another unit
+    # what a unit's first prompt adds to a new row, and to one where it follows another unit
+    own, leading = (tokens_of[order].tolist() for tokens_of in _unit_tokens(sizes, unit))
     shared = prompt[order[1:], 0] == prompt[order[:-1], -1]
-    following = [0, *np.where(shared, 0, prompt_length[order[1:], 0]).tolist()]
+    following = [0, *np.where(shared, 0, leading[1:]).tolist()]
 
     def row_starts(bound: int) -> list[int]:
         found, used = [0], own[0] + leading[0]
@@ -184,11 +177,8 @@ def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1)
         return found
 
     if parts:
-        low, high = max(map(sum, zip(own, leading, strict=True))), sum(own) + sum(leading)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if len(row_starts(middle)) <= parts else (middle + 1, high)
-        tokens = low
+        least, most = max(map(sum, zip(own, leading, strict=True))), sum(own) + sum(leading)
+        tokens = bisect_left(range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts)
     rows = np.split(order, row_starts(tokens)[1:])
     rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
