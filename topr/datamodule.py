@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.batching import MicroBatches, ProblemBatch, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
-from topr.distributed import raise_on_all_ranks
+from topr.distributed import same_error_on_all_ranks
 from topr.evaluation import SamplingJob, check_prompts
 from topr.io import InputError, check_folder, first_line
 from topr.losses import Loss, advantage_share, positives, silent_groups
@@ -33,7 +33,7 @@ class TrajectoryDataModule(LightningDataModule):
     """Trajectories to train on, problems to sample from.
 
     Args:
-        policy: folder or hub name of the policy; like `loss` and `task`, train.py takes it from the model.
+        policy: folder or hub name. From train.py, this, `loss` and `task` are the model's.
         loss: decides advantages and what a batch must hold.
         task: reads the problems.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
@@ -91,24 +91,18 @@ class TrajectoryDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
-        error = None
-        try:
-            self._check(self.trainer.state.fn.value)
+        command = self.trainer.state.fn.value
+        with same_error_on_all_ranks():
+            for name in NEEDED[command]:
+                if not getattr(self, name):
+                    raise InputError(f"data.{name} is not set; {command} needs it")
+            for split in ("val", "test") if command == "fit" else NEEDED[command][:1]:
+                check_prompts(self.policy, self.task, self.read_problems(split), self.sampling)
+            if command == "predict":
+                check_folder("data.out:", str(self.out))
+                self.sampling_job.missing_parts(Path(str(self.out)))
             if stage == "fit":
                 self._prepare_training()
-        except InputError as found:
-            error = found
-        raise_on_all_ranks(error)
-
-    def _check(self, command: str) -> None:
-        for name in NEEDED[command]:
-            if not getattr(self, name):
-                raise InputError(f"data.{name} is not set; {command} needs it")
-        for split in ("val", "test") if command == "fit" else NEEDED[command][:1]:
-            check_prompts(self.policy, self.task, self.read_problems(split), self.sampling)
-        if command == "predict":
-            check_folder("data.out:", str(self.out))
-            self.sampling_job.missing_parts(Path(str(self.out)))
 
     def _prepare_training(self) -> None:
         """Derive lengths, groups and advantages of the whole data set, and plan the first epoch."""
@@ -156,9 +150,9 @@ class TrajectoryDataModule(LightningDataModule):
         try:
             rows = datasets.load_dataset("parquet", data_files=self.files, split="train", **columns)
         except (OSError, datasets.exceptions.DatasetGenerationError) as error:
-            message = f"the cache of data.train cannot be written to {datasets.config.HF_DATASETS_CACHE}"
-            reason = first_line(error.__cause__ or error)
-            raise InputError(f"{message} ({reason}); make room there, or set HF_DATASETS_CACHE") from error
+            message = f"the cache of data.train cannot be written ({first_line(error.__cause__ or error)})"
+            remedy = f"make room in {datasets.config.HF_DATASETS_CACHE}, or set HF_DATASETS_CACHE"
+            raise InputError(f"{message}; {remedy}") from error
         return rows.with_format("arrow")
 
     def shares(self) -> dict[str, float]:
@@ -236,16 +230,15 @@ class TrajectoryDataModule(LightningDataModule):
         own = missing[self.trainer.global_rank :: ranks]
         return ProblemLoader([ProblemBatch(parts, self.samples, self.sampling, self.seed, path) for path, parts in own])
 
+    def locate(self, trajectory: np.ndarray) -> list[tuple[int, int]]:
+        """The index of the training file that holds each trajectory, and the row in it."""
+        starts = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in self.files])
+        file = np.searchsorted(starts, trajectory, side="right") - 1
+        return list(zip(file.tolist(), (trajectory - starts[file]).tolist(), strict=True))
+
     def place(self, trajectory: np.ndarray) -> list[str]:
         """File and row number of trajectories, for messages."""
-        ends = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in self.files])
-        files = self.file_index(trajectory)
-        return [f"row {row} of {self.files[file]}" for row, file in zip(trajectory - ends[files], files, strict=True)]
-
-    def file_index(self, trajectory: np.ndarray) -> np.ndarray:
-        """The index of the training file that holds each trajectory."""
-        ends = np.cumsum([pq.read_metadata(path).num_rows for path in self.files])
-        return np.searchsorted(ends, trajectory, side="right")
+        return [f"row {row} of {self.files[file]}" for file, row in self.locate(trajectory)]
 
 
 def prompt_index(column: pa.ChunkedArray) -> np.ndarray:

@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,11 +58,17 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def raise_on_all_ranks(error: InputError | None) -> None:
-    """End every rank if any of them has an error: rank 0 raises the first one. All ranks must call.
+@contextmanager
+def same_error_on_all_ranks() -> Iterator[None]:
+    """If the block raises an InputError on any rank, every rank ends, and rank 0 raises it. All ranks must enter it.
 
     The others exit with code 0: after another one a launcher would kill rank 0 before it has printed the message.
     """
+    error = None
+    try:
+        yield
+    except InputError as found:
+        error = found
     errors = [found for found in gather(error and str(error)) if found]
     if errors and rank():
         raise SystemExit(0)

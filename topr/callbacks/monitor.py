@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from topr.batching import Tokens
-from topr.distributed import gather, raise_on_all_ranks, total_norm
+from topr.distributed import gather, same_error_on_all_ranks, total_norm
 from topr.io import DivergedError, InputError
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
@@ -116,13 +116,14 @@ def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None
     share = f"{len(bad[found])} of its {len(rows['trajectory'])} trajectories (first {places})"
     message = f"update {trainer.global_step + 1}: the {found} is NaN or infinite for {share}, so nothing was updated"
     remedy = "lower the learning rate or set trainer.precision 32-true, then resume with --ckpt_path last"
-    raise_on_all_ranks(DivergedError(f"{message}: {remedy}"))
+    with same_error_on_all_ranks():
+        raise DivergedError(f"{message}: {remedy}")
 
 
 def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> None:
     """Before the first update log pi must equal log mu where a file says that this very policy sampled it."""
     size, data = np.abs(rows["log_ratio"]), trainer.datamodule
-    files = [data.metadata[i] for i in data.file_index(rows["trajectory"])]
+    files = [data.metadata[file] for file, _ in data.locate(rows["trajectory"])]
     claimed = np.array([file["policy"] == policy_fingerprint(policy) for file in files])
     if not claimed.all():
         low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
@@ -140,7 +141,8 @@ def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> N
         measure = "the largest |log pi - log mu|" if exact else "the median |log pi - log mu| per token"
         message = f"data.train says that policy {policy!r} sampled it, but before the first update {measure} is"
         expected = f"{found:.3g}, expected at most {bound} (worst: {worst}); score the responses again with this policy"
-        raise_on_all_ranks(InputError(f"{message} {expected}"))
+        with same_error_on_all_ranks():
+            raise InputError(f"{message} {expected}")
 
 
 def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from topr.distributed import raise_on_all_ranks
+from topr.distributed import same_error_on_all_ranks
 from topr.io import InputError, first_line
 from topr.policy.files import resolve_policy, stored_tensors
 from topr.policy.model import Policy, check_forward, check_weights, empty_policy, load_policy
@@ -34,12 +34,8 @@ def load_sharded(
     shard(policy, mesh, bfloat16, reshard)
     if from_files:
         _read_shards(policy, from_files, mesh.device_type)
-    error = None
-    try:
-        check_weights(policy)
-    except InputError as found:  # perhaps of this rank's rows alone
-        error = found
-    raise_on_all_ranks(error)
+    with same_error_on_all_ranks():
+        check_weights(policy)  # of this rank's rows
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         check_forward(policy, 0.3 if bfloat16 else 1e-3)  # the model's own logits are rounded to bfloat16
     policy.reshard()  # the root, which otherwise waits for a backward
