@@ -395,7 +395,7 @@ def test_a_full_disk_under_the_cache_is_explained(fit, monkeypatch, small_disk):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", fit.folder / "cache")
     small_disk(3000)
     code, output, folder = fit("full")
-    assert code == 2 and "the cache of data.train cannot be written to" in output.splitlines()[-1], output
+    assert code == 2 and "the cache of data.train cannot be written (" in output.splitlines()[-1], output
     assert "Traceback" not in output and not folder.exists()
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -283,24 +282,14 @@ class TrainLoader:
             yield batch
 
 
-class ProblemBatch(NamedTuple):
-    """Problems that a callback samples responses to; see `topr.callbacks`."""
-
-    problems: list[Any]  # `topr.tasks.Problem`s of this rank
-    samples: int  # responses per problem
-    sampling: Any  # a `topr.sampling.Sampling`
-    seed: int
-    path: Path = Path()  # where predict writes the trajectories
-
-
 class ProblemLoader:
     """Not a DataLoader (Lightning would shard it again) and not a list (Lightning would take it as several loaders)."""
 
-    def __init__(self, batches: list[ProblemBatch]):
+    def __init__(self, batches: list[Any]):
         self.batches = batches
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[ProblemBatch]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)

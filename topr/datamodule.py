@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from topr.batching import MicroBatches, ProblemBatch, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
+from topr.batching import MicroBatches, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
 from topr.distributed import same_error_on_all_ranks
 from topr.evaluation import SamplingJob, check_prompts
 from topr.io import InputError, check_folder, first_line
@@ -203,17 +203,16 @@ class TrajectoryDataModule(LightningDataModule):
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
 
-    def problem_batch(self, split: str) -> ProblemBatch:
+    def own_problems(self, split: str) -> list[Problem]:
         """This rank's problems of `val` or `test`; perhaps none, but every rank takes part in sampling."""
-        problems = self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
-        samples = self.val_samples if split == "val" else self.samples
-        return ProblemBatch(problems, samples, self.sampling, self.seed)
+        return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
     def val_dataloader(self) -> ProblemLoader:
-        return ProblemLoader([self.problem_batch("val")])
+        """One batch: the problems of this rank."""
+        return ProblemLoader([self.own_problems("val")])
 
     def test_dataloader(self) -> ProblemLoader:
-        return ProblemLoader([self.problem_batch("test")])
+        return ProblemLoader([self.own_problems("test")])
 
     @cached_property
     def sampling_job(self) -> SamplingJob:
@@ -222,13 +221,12 @@ class TrajectoryDataModule(LightningDataModule):
         return SamplingJob(self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision)
 
     def predict_dataloader(self) -> ProblemLoader:
-        """The files that this rank samples, as many as any other rank: sharded policies need each other."""
+        """The files that this rank writes and their problems; no rank has fewer: sharded policies need each other."""
         missing = self.sampling_job.missing_parts(Path(str(self.out))) if self.trainer.is_global_zero else []
         missing = self.trainer.strategy.broadcast(missing)
         ranks = self.trainer.world_size
         missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)
-        own = missing[self.trainer.global_rank :: ranks]
-        return ProblemLoader([ProblemBatch(parts, self.samples, self.sampling, self.seed, path) for path, parts in own])
+        return ProblemLoader(missing[self.trainer.global_rank :: ranks])
 
     def locate(self, trajectory: np.ndarray) -> list[tuple[int, int]]:
         """The index of the training file that holds each trajectory, and the row in it."""

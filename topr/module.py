@@ -13,7 +13,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from topr.batching import MicroBatch, ProblemBatch, Tokens
+from topr.batching import MicroBatch, Tokens
 from topr.callbacks import Evaluate, Monitor
 from topr.io import InputError
 from topr.losses import Loss, LossOutput
@@ -146,7 +146,7 @@ class PolicyModule(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, *closure)
         optimizer.zero_grad()  # Lightning would keep the gradients through the next forward
 
-    def validation_step(self, batch: ProblemBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Required by Lightning; `topr.callbacks.Evaluate` samples and grades."""
 
     test_step = predict_step = validation_step

@@ -1,7 +1,7 @@
 """Validation, test and predict: sample responses to a batch of problems, grade them, log or write what was found."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import Callback
 
-from topr.batching import ProblemBatch
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import (
     derived_seed,
@@ -21,7 +20,7 @@ from topr.evaluation import (
 )
 from topr.policy.sharding import full_weights
 from topr.sampling import LocalSampler, Sampler, ServerSampler
-from topr.tasks import Task
+from topr.tasks import Problem, Task
 from topr.trajectories import Trajectory
 
 SHOWN = 8  # responses that go to TensorBoard as text
@@ -51,14 +50,14 @@ class Evaluate(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         if trainer.global_step == 0 and data.val is not None and trainer.limit_val_batches:
-            self._write(trainer, self.measure(trainer, "val", data.problem_batch("val")))
+            self._write(trainer, self.measure(trainer, "val", data.own_problems("val")))
         elif self.validated[0] == trainer.global_step:
             self._write(trainer, self.validated[1])  # the logger of a resumed run drops what follows the checkpoint
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: list[Problem], *_: Any) -> None:
         self.figures = self.measure(trainer, "val", batch)
 
-    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: list[Problem], *_: Any) -> None:
         self.figures = self.measure(trainer, "test", batch)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -78,22 +77,20 @@ class Evaluate(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(figures, trainer.global_step)
 
-    def measure(self, trainer: Any, split: str, batch: ProblemBatch) -> dict[str, float]:
+    def measure(self, trainer: Any, split: str, problems: list[Problem]) -> dict[str, float]:
         """Metrics with their intervals over the problems of all ranks; each rank passes its own problems.
 
-        Raises:
-            Preempted: a rank was asked to stop.
+        Raises Preempted if a rank was asked to stop.
         """
-        seed = derived_seed(batch.seed, trainer.global_step, trainer.global_rank)
-        policy, sampler = trainer.lightning_module.policy, self.own_sampler
-        with sampling_context(trainer), self._explained(batch):
-            trajectories = sample_and_grade(
-                sampler, policy, self.task, batch.problems, batch.samples, batch.sampling, seed
-            )
+        data, policy = trainer.datamodule, trainer.lightning_module.policy
+        samples = data.val_samples if split == "val" else data.samples
+        seed = derived_seed(data.seed, trainer.global_step, trainer.global_rank)
+        with self._sampling(trainer, samples, problems):
+            trajectories = sample_and_grade(self.own_sampler, policy, self.task, problems, samples, data.sampling, seed)
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
-        metrics = response_metrics([batch.samples]).to(policy.device)
+        metrics = response_metrics([samples]).to(policy.device)
         metrics.update(group_by_problem(trajectories))
         figures = {}
         for metric, value in summarise(metrics).items():
@@ -102,10 +99,13 @@ class Evaluate(Callback):
                 figures[f"{split}_interval/{metric}_{end}"] = bound
         return figures
 
-    def _explained(self, batch: ProblemBatch) -> AbstractContextManager[None]:
-        """Names the key to lower if memory runs out."""
+    @contextmanager
+    def _sampling(self, trainer: Any, samples: int, problems: list[Problem]) -> Iterator[None]:
+        """`sampling_context`; if memory runs out, the error names the key to lower."""
         rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None)}"
-        return explain_out_of_memory(f"{batch.samples} responses to each of {len(batch.problems)} problems", rows)
+        activity = f"{samples} responses to each of {len(problems)} problems"
+        with sampling_context(trainer), explain_out_of_memory(activity, rows):
+            yield
 
     def _show(self, trainer: Any, split: str, trajectories: list[Trajectory]) -> None:
         """Log a few responses as text in TensorBoard."""
@@ -116,12 +116,12 @@ class Evaluate(Callback):
             text = "".join(f"    {line}\n" for line in text.splitlines())
             trainer.logger.experiment.add_text(f"{split}/samples", text, trainer.global_step)
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: ProblemBatch, *_: Any) -> None:
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Sample, grade and score a batch of problems, and write them as one file of data.out."""
-        job, tokens = trainer.datamodule.sampling_job, trainer.datamodule.microbatch_tokens
-        with sampling_context(trainer), self._explained(batch):  # on every rank, also without problems
-            if batch.problems:
-                job.sample_part(batch.path, batch.problems, self.sampler, module.policy, tokens)
+        data, (path, problems) = trainer.datamodule, batch
+        with self._sampling(trainer, data.samples, problems):  # on every rank, also without problems
+            if problems:
+                data.sampling_job.sample_part(path, problems, self.sampler, module.policy, data.microbatch_tokens)
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
         folder = Path(trainer.datamodule.out)

@@ -59,7 +59,7 @@ class ExportPolicy(Callback):
         data = trainer.datamodule
         if data.test is None:
             return None
-        figures = find(trainer, Evaluate).measure(trainer, "test", data.problem_batch("test"))
+        figures = find(trainer, Evaluate).measure(trainer, "test", data.own_problems("test"))
         means = {name.removeprefix("test/"): value for name, value in figures.items() if name.startswith("test/")}
         return means | {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
 
