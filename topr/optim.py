@@ -34,15 +34,13 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter with a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
+            settings = {name: group[name] for name in ("lr", "scale_parameter", "weight_decay")}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    settings = group["lr"], group["scale_parameter"], group["weight_decay"]
-                    self._update(parameter, self.state[parameter], *settings)
+                    self._update(parameter, self.state[parameter], **settings)
         return loss
 
     def _update(

@@ -32,7 +32,6 @@ class Monitor(Callback):
         self.indices: list[Tensor] = []  # row numbers in the data, which float32 would round
         self.clock = (0, 0.0)  # tokens and seconds of training, before this process too
         self.max_abs_log_ratio: float | None = None  # before the first update
-        self.weights_before: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"clock": self.speed.total, "max_abs_log_ratio": self.max_abs_log_ratio}
@@ -68,7 +67,12 @@ class Monitor(Callback):
         step, gradients = trainer.global_step, (p.grad for p in module.parameters() if p.grad is not None)
         norm = float(total_norm(gradients))  # before clipping
         check_finite(trainer, rows, norm)
-        self._check_movement(trainer, module, rows)
+        if step == 0:
+            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
+            check_reference(trainer, module.policy.name, rows)
+        elif step == 1 and np.abs(rows["log_ratio"]).max() < 1e-5:
+            message = "the policy has not moved in the first update"
+            warnings.warn(f"{message}: the learning rate is 0, or too small for the weights' precision", stacklevel=1)
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
         of_group = module.loss.grouping == "group"
@@ -87,20 +91,6 @@ class Monitor(Callback):
             for sign, chosen in signs.items():
                 if chosen.any():
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
-
-    def _check_movement(self, trainer: Any, module: Any, rows: dict[str, np.ndarray]) -> None:
-        """Compare log pi with log mu before the first update; before the second check that the first had an effect."""
-        last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
-        if trainer.global_step == 0:
-            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
-            check_reference(trainer, module.policy.name, rows)
-            self.weights_before = last.detach().clone()
-        elif self.weights_before is not None:
-            # in bfloat16 the ratios are too noisy to tell, the weights are not
-            if np.abs(rows["log_ratio"]).max() < 1e-5 or torch.equal(last, self.weights_before):
-                reason = "the learning rate is 0 or too small for the precision of the weights"
-                warnings.warn(f"the policy has not moved in the first update: {reason}", stacklevel=1)
-            self.weights_before = None
 
 
 def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None:
