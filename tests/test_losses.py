@@ -209,6 +209,12 @@ def test_statistics_report_log_ratio_weight_and_truncation():
     assert importance.truncated_B.tolist() == [0, 0, 1, 0]  # hits of e^20, which stands for infinity
 
 
+def test_an_advantage_of_zero_is_that_of_a_positive():
+    length_B, zero = torch.tensor([2]), torch.zeros(2)
+    assert TOPR()(zero - 3, zero, length_B, torch.tensor([0.0])).weight_B.item() == 1
+    assert TOPR()(zero - 3, zero, length_B, torch.tensor([-1.0])).weight_B.item() == pytest.approx(math.exp(-6))
+
+
 def test_share_and_baseline_invert_each_other():
     for p, c in itertools.product((0.05, 0.1, 0.5, 0.9), (-0.9, -0.3, 0.0, 0.4, 0.8)):
         reward = np.array([1.0] * round(100 * p) + [-1.0] * round(100 * (1 - p)))
