@@ -43,6 +43,8 @@ def test_a_file_appears_under_its_name_when_it_is_complete(tmp_path):
         temporary.write_text("half")
         assert not path.exists() and temporary.parent == path.parent
         temporary.write_text("whole")
+        written = temporary.stat().st_ino
+    assert path.stat().st_ino == written  # renamed: a copy would be seen half done
     assert path.read_text() == "whole" and names(path.parent) == {"a.txt"}
 
 
