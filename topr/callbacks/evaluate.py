@@ -12,10 +12,10 @@ from lightning.pytorch import Callback
 from topr.batching import ProblemBatch
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import (
+    ResponseMetrics,
     derived_seed,
     explain_out_of_memory,
     group_by_problem,
-    response_metrics,
     sample_and_grade,
     summarise,
 )
@@ -93,10 +93,10 @@ class Evaluate(Callback):
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
-        metrics = response_metrics([batch.samples]).to(policy.device)
+        metrics = ResponseMetrics([batch.samples]).to(policy.device)
         metrics.update(group_by_problem(trajectories))
         figures = {}
-        for metric, value in summarise(metrics).items():
+        for metric, value in summarise(metrics.compute()).items():
             figures[f"{split}/{metric}"] = value["mean"]
             for end, bound in zip(("low", "high"), value["interval"], strict=True):
                 figures[f"{split}_interval/{metric}_{end}"] = bound

@@ -2,21 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice, repeat
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from topr.trajectories import Trajectory
 
 Responses = list[Trajectory]  # to one problem
-Weights = Sequence[float]  # of these responses, by a verifier
-Value = Callable[..., float]  # of responses and weights
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -26,16 +24,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Weights | None = None) -> float:
+def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()) -> float:
     """Expected correctness of the majority answer of k responses, in [0, 1].
 
     None marks an invalid response, which does not vote. Ties count the mean correctness of the tied answers. Without
-    any vote the result is 0. More than k responses are averaged over disjoint runs of k.
-
-    Args:
-        answers: canonical answer of each response.
-        correct: whether that answer is correct, the same for equal answers.
-        weights: weight of each vote, 1 by default.
+    any vote the result is 0. More than k responses are averaged over disjoint runs of k. Equal answers must be equally
+    correct. A vote weighs 1 unless there are `weights`.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@k needs 1 <= k <= {len(answers)} responses, got k={k}")
@@ -51,51 +45,48 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
     return float(np.mean(results))
 
 
-class PerProblem(Metric):
-    """A value for each problem that follows from its responses and their weights, for the problems of all ranks."""
-
-    values: list[torch.Tensor]
-    full_state_update = False
-
-    def __init__(self, of_problem: Value, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.of_problem = of_problem
-        self.add_state("values", [], dist_reduce_fx="cat")
-
-    def update(self, problems: list[Responses], weights: Iterable[float] = repeat(1.0)) -> None:
-        """Add the responses to some problems, or to none; the weights of all of them follow each other."""
-        rest = iter(weights)
-        found = [self.of_problem(rows, list(islice(rest, len(rows)))) for rows in problems]
-        self.values.append(torch.tensor(found, dtype=torch.float64, device=self.device))
-
-    def compute(self) -> torch.Tensor:
-        """The values, rank by rank."""
-        return dim_zero_cat(self.values)
-
-
-def _majority(rows: Responses, k: int, weights: Weights | None = None) -> float:
-    return maj_at_k([row.answer if row.valid else None for row in rows], [row.reward > 0 for row in rows], k, weights)
-
-
-def response_metrics(ks: Sequence[int], weighted: bool = False, **kwargs: Any) -> MetricCollection:
-    """Metrics whose `compute` gives a value for each problem of all ranks, rank by rank.
+class ResponseMetrics(Metric):
+    """Metrics of responses, whose `compute` gives a value for each problem of all ranks, rank by rank.
 
     pass@1; pass@k, maj@k and, where `weighted`, weighted@k for each k; invalid (share without a readable answer);
     length (mean response tokens); ungraded (share that the grader gave up on). `kwargs` are those of any `Metric`.
     """
-    values: dict[str, Value] = {"pass@1": lambda rows, _: fmean(row.reward > 0 for row in rows)}
-    for k in ks:
-        values[f"pass@{k}"] = lambda rows, _, k=k: pass_at_k(len(rows), sum(row.reward > 0 for row in rows), k)
-        values[f"maj@{k}"] = lambda rows, _, k=k: _majority(rows, k)
-        if weighted:
-            values[f"weighted@{k}"] = lambda rows, weights, k=k: _majority(rows, k, weights)
-    values["invalid"] = lambda rows, _: 1 - fmean(bool(row.valid) for row in rows)
-    values["length"] = lambda rows, _: fmean(len(row.response_ids) for row in rows)
-    values["ungraded"] = lambda rows, _: fmean(row.valid is None for row in rows)
-    metrics = MetricCollection({}, compute_groups=False)  # groups would merge metrics whose first values are equal
-    for name, value in values.items():  # one by one: a dictionary would be sorted
-        metrics.add_metrics({name: PerProblem(value, **kwargs)})
-    return metrics
+
+    values_PM: list[torch.Tensor]  # P problems, M metrics
+    full_state_update = False
+
+    def __init__(self, ks: Sequence[int], weighted: bool = False, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.ks, self.weighted = ks, weighted
+        at_k = [f"{kind}@{k}" for k in ks for kind in ("pass", "maj", "weighted") if weighted or kind != "weighted"]
+        self.names = list(dict.fromkeys(["pass@1", *at_k, "invalid", "length", "ungraded"]))
+        self.add_state("values_PM", [], dist_reduce_fx="cat")
+
+    def update(self, problems: list[Responses], weights: Iterable[float] = repeat(1.0)) -> None:
+        """Add the responses to some problems, or to none; the weights of all of them follow each other."""
+        rest, rows = iter(weights), []
+        for responses in problems:
+            values = self._values(responses, list(islice(rest, len(responses))))
+            rows.append([values[name] for name in self.names])
+        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        self.values_PM.append(values_PM.reshape(len(rows), len(self.names)))
+
+    def compute(self) -> dict[str, np.ndarray]:
+        return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
+
+    def _values(self, responses: Responses, weights: list[float]) -> dict[str, float]:
+        correct = [response.reward > 0 for response in responses]
+        answers = [response.answer if response.valid else None for response in responses]
+        values = {"pass@1": fmean(correct)}
+        for k in self.ks:
+            values[f"pass@{k}"] = pass_at_k(len(responses), sum(correct), k)
+            values[f"maj@{k}"] = maj_at_k(answers, correct, k)
+            if self.weighted:
+                values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
+        values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
+        values["length"] = fmean(len(response.response_ids) for response in responses)
+        values["ungraded"] = fmean(response.valid is None for response in responses)
+        return values
 
 
 def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
@@ -103,20 +94,17 @@ def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
     return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
 
 
-def per_problem(rows: Sequence[Trajectory], ks: Sequence[int] = (), weights: Weights = ()) -> dict[str, np.ndarray]:
-    """The values of `response_metrics` for each problem, from the trajectories of this process alone.
+def per_problem(
+    rows: Sequence[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
+) -> dict[str, np.ndarray]:
+    """The values of `ResponseMetrics` for each problem, from the trajectories of this process alone.
 
     By default k is the number of responses per problem, the fewest where problems differ.
     """
     problems = group_by_problem(rows)
-    metrics = response_metrics(ks or [min(map(len, problems))], weighted=bool(weights), sync_on_compute=False)
-    metrics.update(problems, weights=weights or repeat(1.0))
-    return to_arrays(metrics)
-
-
-def to_arrays(metrics: MetricCollection) -> dict[str, np.ndarray]:
-    """What `compute` gives, on the CPU; it drops the axis where there is one problem."""
-    return {name: np.atleast_1d(values.cpu()) for name, values in metrics.compute().items()}
+    metrics = ResponseMetrics(ks or [min(map(len, problems))], weighted=bool(weights), sync_on_compute=False)
+    metrics.update(problems, weights or repeat(1.0))
+    return metrics.compute()
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -129,15 +117,10 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
     return float(low), float(high)
 
 
-def summarise(metrics: MetricCollection | Mapping[str, np.ndarray], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """`{name: {"mean": …, "interval": [low, high]}}` of metrics, for which every rank must call, or of arrays.
-
-    `ungraded` is left out where it is 0.
-    """
-    if isinstance(metrics, MetricCollection):
-        metrics = to_arrays(metrics)
+def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict[str, Any]]:
+    """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values; `ungraded` is left out where it is 0."""
     return {
-        name: {"mean": float(values.mean()), "interval": list(bootstrap_interval(values, seed))}
-        for name, values in metrics.items()
-        if name != "ungraded" or values.any()
+        name: {"mean": float(column.mean()), "interval": list(bootstrap_interval(column, seed))}
+        for name, column in values.items()
+        if name != "ungraded" or column.any()
     }

@@ -21,9 +21,6 @@ class Sampling:
         top_p: sample from the likeliest tokens that together have this probability; 1 turns it off.
         max_new_tokens: longest response, its end token included.
         stop: strings that end a response; the text after them is neither sampled nor graded.
-
-    Raises:
-        InputError: a value is outside its range.
     """
 
     temperature: float = 1.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from topr.distributed import stop_requested
-from topr.io import check_counts
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
@@ -28,13 +28,9 @@ class LocalSampler(Sampler):
 
     Args:
         rows: responses decoded side by side; lower it when memory runs out. Other rows give other random numbers.
-
-    Raises:
-        InputError: rows is below 1.
     """
 
-    def __init__(self, rows: int = 512):
-        check_counts("LocalSampler: ", rows=rows)
+    def __init__(self, rows: PositiveInt = 512):
         self.rows = rows
 
     @torch.no_grad()

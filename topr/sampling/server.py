@@ -5,8 +5,9 @@ import warnings
 from typing import Any, Literal
 
 import numpy as np
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from topr.io import InputError, check_counts, first_line
+from topr.io import InputError, first_line
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
@@ -26,9 +27,6 @@ class ServerSampler(Sampler):
         concurrency: requests at once over all servers, for each process.
         timeout: seconds until a request is sent again; to drop it would make long responses rarer.
         retries: how often a request is sent again, to the same server, if that does not answer, is busy, or fails.
-
-    Raises:
-        InputError: a value is outside its range.
     """
 
     def __init__(
@@ -36,19 +34,13 @@ class ServerSampler(Sampler):
         url: str | list[str],
         flavour: Literal["vllm", "sglang", "openai"] = "vllm",
         model: str | None = None,
-        concurrency: int = 64,
-        timeout: float = 600.0,
-        retries: int = 6,
+        concurrency: PositiveInt = 64,
+        timeout: PositiveFloat = 600.0,
+        retries: NonNegativeInt = 6,
     ):
-        check_counts("ServerSampler: ", concurrency=concurrency)
-        check_counts("ServerSampler: ", least=0, retries=retries)
         self.urls = [url] if isinstance(url, str) else url
-        web = self.urls and all(url.startswith(("http://", "https://")) for url in self.urls)
-        if not (web and flavour in ("vllm", "sglang", "openai") and timeout > 0):
-            raise InputError(
-                f"ServerSampler: url {url!r}, flavour {flavour!r}, timeout {timeout}: expected addresses like "
-                "http://host:8000/v1, a flavour among vllm, sglang and openai, and seconds above 0"
-            )
+        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
+            raise InputError(f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1")
         self.model, self.concurrency, self.timeout, self.retries = model, concurrency, timeout, retries
         self.exchanges_text = flavour == "openai"
         self.usable = False  # whether any response was usable
@@ -91,13 +83,14 @@ class ServerSampler(Sampler):
         """A response to each prompt and seed; None if its token ids are not certain."""
         import openai
 
-        fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        fields |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        if not self.exchanges_text:  # a server fills other fields with its defaults or the model's generation config
-            fields |= {
+        options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+        options |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        if not self.exchanges_text:  # fields of vLLM and SGLang, whose defaults may come from the model
+            options["stop"] = sampling.stop
+            options["extra_body"] = {
                 "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
-                "stop": sampling.stop, "stop_token_ids": sorted(policy.end_tokens), "ignore_eos": False,
-                "skip_special_tokens": False, "return_token_ids": True,
+                "stop_token_ids": sorted(policy.end_tokens), "ignore_eos": False, "skip_special_tokens": False,
+                "return_token_ids": True,
             }  # fmt: skip
         ended = end_of_response(policy, sampling)
         slots: asyncio.Queue = asyncio.Queue()  # a server for each request at once
@@ -107,7 +100,7 @@ class ServerSampler(Sampler):
             if encoded is None:
                 return None
             client, model = await slots.get()
-            completion = await client.completions.create(model=model, prompt=encoded, seed=seed, extra_body=fields)
+            completion = await client.completions.create(model=model, prompt=encoded, seed=seed, **options)
             slots.put_nowait((client, model))
             try:
                 choice, usage = completion.choices[0], completion.usage
