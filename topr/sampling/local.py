@@ -143,23 +143,19 @@ class Rows:
                 # zeros, because a masked value is multiplied by 0, which does not remove NaN
                 setattr(layer, name, F.pad(kept_RHCD, (0, 0, 0, self.columns - kept_RHCD.shape[2])))
         self.responses = [self.responses[row] for row in rows]
-        self.starts = [self.starts[row] - first for row in rows]
-        self.cursor = used
+        self.starts, self.cursor = [self.starts[row] - first for row in rows], used
 
 
 class Layer(DynamicLayer):
     """Keys and values of one decoder layer for all rows; as yet without columns."""
-
-    keys: Any
-    values: Any
 
     def __init__(self, rows: Rows, prompts: Any):
         super().__init__()
         self.rows, self.is_initialized = rows, True
         repeat = [0] * len(rows.starts)
         # under autocast, rotary embeddings return float32 keys, but attention computes in the type of the values
-        self.keys = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
-        self.values = prompts.values[repeat, :, :0]
+        self.keys: Any = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
+        self.values: Any = prompts.values[repeat, :, :0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor

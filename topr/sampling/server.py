@@ -49,10 +49,8 @@ class ServerSampler(Sampler):
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
-            raise InputError(
-                "servers of flavour openai ignore data.sampling.top_k and cut at stop without saying so; set them to 0 "
-                "and [], or use flavour vllm or sglang"
-            )
+            rule = "ignore data.sampling.top_k and cut at stop without saying so; set them to 0 and []"
+            raise InputError(f"servers of flavour openai {rule}, or use flavour vllm or sglang")
         requests = []
         for i, prompt in enumerate(prompts):
             words = np.random.SeedSequence((seed, i)).generate_state(n)
@@ -77,10 +75,8 @@ class ServerSampler(Sampler):
             warnings.warn(message, stacklevel=2)
         return [[found for found in results[i * n : (i + 1) * n] if found] for i in range(len(prompts))]
 
-    async def _request(
-        self, policy: Policy, requests: list[tuple[Ids, int]], sampling: Sampling
-    ) -> list[Response | None]:
-        """A response to each prompt and seed; None if its token ids are not certain."""
+    async def _request(self, policy: Policy, requests: list, sampling: Sampling) -> list[Response | None]:
+        """A response to each (prompt, seed); None if its token ids are not certain."""
         import openai
 
         options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
@@ -107,18 +103,16 @@ class ServerSampler(Sampler):
                 ids: Any = _from_text(policy, choice) if self.exchanges_text else choice.token_ids
                 certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids))
             except (AttributeError, IndexError, TypeError) as error:
-                raise InputError(
-                    f"{client.base_url} answers without choices, usage or token ids; use vLLM, SGLang or flavour openai"
-                ) from error
+                missing = "choices, usage or token ids; use vLLM, SGLang or flavour openai"
+                raise InputError(f"{client.base_url} answers without {missing}") from error
             length = first_end(ids, ended) if certain else None
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
         async with openai.DefaultAsyncHttpxClient() as http:
-            timeout, servers = openai.Timeout(self.timeout, connect=30.0), []
+            settings: Any = {"api_key": "none", "max_retries": self.retries, "http_client": http}
+            settings["timeout"], servers = openai.Timeout(self.timeout, connect=30.0), []
             for url in self.urls:
-                client = openai.AsyncOpenAI(
-                    base_url=url, api_key="none", max_retries=self.retries, timeout=timeout, http_client=http
-                )
+                client = openai.AsyncOpenAI(base_url=url, **settings)
                 names = [self.model] if self.model else [model.id async for model in client.models.list()]
                 if len(names) != 1:
                     raise InputError(f"{url} lists the models {names}; choose one by model.sampler.init_args.model")

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
 from topr.io import InputError
-from topr.trajectories.file import SCHEMA, batches, read_metadata, write_tables
+from topr.trajectories.file import SCHEMA, agreed, batches, read_metadata, write_tables
 
 Way = Literal["uniform", "anna_karenina", "share"]
 
@@ -68,7 +68,7 @@ class Curation:
 
 
 def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
-    """Trajectories, groups, groups with both signs, sizes of groups (least, median, most), share of positives."""
+    """What is told of a set of trajectories; the sizes of groups are the least, the median and the most."""
     size = np.unique(group, return_counts=True)[1]
     return {
         "trajectories": len(reward),
@@ -94,10 +94,10 @@ def curate(files: list[str], out: str | Path, curation: Curation, iteration: Non
     tokenizers = {entry["tokenizer"]: file for file, entry in zip(files, found, strict=True) if entry["tokenizer"]}
     if len(tokenizers) > 1:
         raise InputError(f"{' and '.join(tokenizers.values())} have different tokenizers; curate them one by one")
-    metadata = _agreed(found) | {"tokenizer": next(iter(tokenizers), None)}
+    metadata = agreed(found) | {"tokenizer": next(iter(tokenizers), None)}
     if not {"policy", "precision"} <= metadata.keys():  # whether log mu fits a policy depends on both
         metadata |= {"policy": None, "precision": None}
-    sampling = _agreed([entry["sampling"] or {} for entry in found])
+    sampling = agreed([entry["sampling"] or {} for entry in found])
     rows = pa.concat_tables(table.select(["reward", "group"]) for file in files for table in batches(file))
     reward, group = rows["reward"].to_numpy(), np.unique(rows["group"].to_numpy(), return_inverse=True)[1]
     kept = curation.keep(reward, group)
@@ -111,8 +111,3 @@ def curate(files: list[str], out: str | Path, curation: Curation, iteration: Non
         table = table.set_column(SCHEMA.get_field_index("group"), "group", names)
     write_tables(out, [table], metadata | {"sampling": sampling | {"curation": done}})
     return done
-
-
-def _agreed(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The items that all dictionaries share."""
-    return {key: value for key, value in entries[0].items() if all(entry.get(key) == value for entry in entries)}

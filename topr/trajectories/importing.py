@@ -141,10 +141,9 @@ def _exchange(prompt: Any, response: Any, key: str) -> tuple[str | list[dict], s
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     """Chat messages; apply_chat_template ignores the null keys that Parquet adds."""
     messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"key {key!r} holds {value!r:.40}, expected chat messages, or text beside a prompt")
-    for message in messages:
+    for message in messages if isinstance(messages, list) and messages else [value]:
         content = message.get("content") if isinstance(message, dict) and message.get("role") in ROLES else None
         if not isinstance(content, str):
-            raise InputError(f"key {key!r} holds {message!r:.60}, expected content and a role of {', '.join(ROLES)}")
+            expected = f"chat messages with content and a role of {', '.join(ROLES)}, or text beside a prompt"
+            raise InputError(f"key {key!r} holds {message!r:.60}, expected {expected}")
     return messages
