@@ -30,7 +30,7 @@ def sample_and_grade(
     trajectories = []
     for problem, (prompt, prompt_ids), responses in zip(problems, prompts, found, strict=True):
         origin: dict[str, Any] = {"prompt_id": problem.id, "group": problem.id, "gold": problem.gold}
-        origin |= {"prompt": prompt, "prompt_ids": prompt_ids, "ref_logprobs": []}
+        origin |= {"prompt": prompt, "prompt_ids": prompt_ids}
         for response in responses:
             # special tokens before the end stay in the text: they were sampled, and make an answer wrong
             text = tokenizer.decode(response.ids[:-1] if response.finished else response.ids)
@@ -39,7 +39,7 @@ def sample_and_grade(
             if task.requires_end and not response.finished:
                 grade = Grade(-1.0, valid=False, answer=None)
             sampled = {"response": text, "response_ids": response.ids, "finished": response.finished}
-            trajectories.append(Trajectory(**origin, **sampled, **grade._asdict()))
+            trajectories.append(Trajectory(**origin, **sampled, ref_logprobs=[], **grade._asdict()))
     return trajectories
 
 
