@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from topr.evaluation import ResponseMetrics, group_by_problem, maj_at_k, pass_at_k, per_problem, summarise
+from topr.evaluation import PerProblem, group_by_problem, maj_at_k, pass_at_k, per_problem, summarise
 from topr.evaluation.metrics import bootstrap_interval
 from topr.trajectories import Trajectory
 
@@ -95,7 +95,7 @@ def test_intervals_equal_those_of_a_loop():
 
 
 def test_summaries_are_of_all_updates():
-    metrics, problems = ResponseMetrics([4]), group_by_problem(SOME)[::-1]
+    metrics, problems = PerProblem(4), group_by_problem(SOME)[::-1]
     for rows in problems:  # of the first problem alone, pass@1 and pass@4 are equal
         metrics.update([rows])
     metrics.update([])
@@ -111,7 +111,7 @@ def test_ranks_gather_the_problems_of_all(tmp_path, shares):
     def rank(number: int) -> bool:
         store = f"file://{tmp_path}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=number, world_size=2)
-        metrics = ResponseMetrics([4])
+        metrics = PerProblem(4)
         metrics.update([problems[i] for i in shares[number]])
         local = per_problem(SOME[:4])["pass@1"].tolist() == [0.5]  # of this process alone
         return local and summarise(metrics.compute()) == expected == summarise(metrics.compute())

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from topr.batching import ProblemBatch
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import (
-    ResponseMetrics,
+    PerProblem,
     derived_seed,
     explain_out_of_memory,
     group_by_problem,
@@ -93,7 +93,7 @@ class Evaluate(Callback):
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
-        metrics = ResponseMetrics([batch.samples]).to(policy.device)
+        metrics = PerProblem(batch.samples).to(policy.device)
         metrics.update(group_by_problem(trajectories))
         figures = {}
         for metric, value in summarise(metrics.compute()).items():

@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import groupby, islice, repeat
+from collections.abc import Sequence
+from itertools import groupby, islice
 from statistics import fmean
 from typing import Any
 
@@ -45,48 +45,23 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
     return float(np.mean(results))
 
 
-class ResponseMetrics(Metric):
-    """Metrics of responses, whose `compute` gives a value for each problem of all ranks, rank by rank.
+def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()) -> dict[str, float]:
+    """Metrics of the responses to one problem.
 
-    pass@1; pass@k, maj@k and, where `weighted`, weighted@k for each k; invalid (share without a readable answer);
-    length (mean response tokens); ungraded (share that the grader gave up on). `kwargs` are those of any `Metric`.
+    pass@1; pass@k, maj@k and, given weights, weighted@k for each k; invalid (share without a readable answer); length
+    (mean response tokens); ungraded (share that the grader gave up on).
     """
-
-    values_PM: list[torch.Tensor]  # P problems, M metrics
-    full_state_update = False
-
-    def __init__(self, ks: Sequence[int], weighted: bool = False, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.ks, self.weighted = ks, weighted
-        at_k = [f"{kind}@{k}" for k in ks for kind in ("pass", "maj", "weighted") if weighted or kind != "weighted"]
-        self.names = list(dict.fromkeys(["pass@1", *at_k, "invalid", "length", "ungraded"]))
-        self.add_state("values_PM", [], dist_reduce_fx="cat")
-
-    def update(self, problems: list[Responses], weights: Iterable[float] = repeat(1.0)) -> None:
-        """Add the responses to some problems, or to none; the weights of all of them follow each other."""
-        rest, rows = iter(weights), []
-        for responses in problems:
-            values = self._values(responses, list(islice(rest, len(responses))))
-            rows.append([values[name] for name in self.names])
-        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        self.values_PM.append(values_PM.reshape(len(rows), len(self.names)))
-
-    def compute(self) -> dict[str, np.ndarray]:
-        return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
-
-    def _values(self, responses: Responses, weights: list[float]) -> dict[str, float]:
-        correct = [response.reward > 0 for response in responses]
-        answers = [response.answer if response.valid else None for response in responses]
-        values = {"pass@1": fmean(correct)}
-        for k in self.ks:
-            values[f"pass@{k}"] = pass_at_k(len(responses), sum(correct), k)
-            values[f"maj@{k}"] = maj_at_k(answers, correct, k)
-            if self.weighted:
-                values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
-        values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
-        values["length"] = fmean(len(response.response_ids) for response in responses)
-        values["ungraded"] = fmean(response.valid is None for response in responses)
-        return values
+    correct = [response.reward > 0 for response in responses]
+    answers = [response.answer if response.valid else None for response in responses]
+    values = {"pass@1": fmean(correct)}
+    for k in ks:
+        values |= {f"pass@{k}": pass_at_k(len(responses), sum(correct), k), f"maj@{k}": maj_at_k(answers, correct, k)}
+        if weights:
+            values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
+    values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
+    values["length"] = fmean(len(response.response_ids) for response in responses)
+    values["ungraded"] = fmean(response.valid is None for response in responses)
+    return values
 
 
 def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
@@ -97,14 +72,35 @@ def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
 def per_problem(
     rows: Sequence[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
 ) -> dict[str, np.ndarray]:
-    """The values of `ResponseMetrics` for each problem, from the trajectories of this process alone.
+    """`response_metrics` of each problem, from responses and their weights; k is by default the fewest responses."""
+    problems, rest = group_by_problem(rows), iter(weights)
+    ks = ks or [min(map(len, problems))]
+    found = [response_metrics(some, ks, list(islice(rest, len(some)))) for some in problems]
+    return {name: np.array([values[name] for values in found]) for name in found[0]}
 
-    By default k is the number of responses per problem, the fewest where problems differ.
-    """
-    problems = group_by_problem(rows)
-    metrics = ResponseMetrics(ks or [min(map(len, problems))], weighted=bool(weights), sync_on_compute=False)
-    metrics.update(problems, weights or repeat(1.0))
-    return metrics.compute()
+
+class PerProblem(Metric):
+    """`response_metrics` of each problem of all ranks, rank by rank."""
+
+    values_PM: list[torch.Tensor]  # P problems, M metrics
+    full_state_update = False
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.k, self.names = (
+            k,
+            list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"])),
+        )
+        self.add_state("values_PM", [], dist_reduce_fx="cat")
+
+    def update(self, problems: list[Responses]) -> None:
+        """Add the responses to some problems, or to none."""
+        rows = [list(response_metrics(responses, [self.k]).values()) for responses in problems]
+        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        self.values_PM.append(values_PM.reshape(len(rows), len(self.names)))
+
+    def compute(self) -> dict[str, np.ndarray]:
+        return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:

@@ -57,8 +57,8 @@ class MATH(Task):
         The answer is in normal form (see `latex.py`); correct answers take that of the gold, and so vote together.
         Formulas that are costly to compute are wrong; `valid` is None if the comparison failed.
         """
-        box = last_box(after_thinking(response))
-        answer, units = read(box) if box is not None and len(box) <= 400 else ("", frozenset())
+        box = last_box(after_thinking(response)) or ""
+        answer, units = read(box if len(box) <= 400 else "")
         if not answer:
             return Grade(-1.0, False, None)
         right, right_units = read(gold)

@@ -39,10 +39,7 @@ class Curation:
             raise InputError(f"{self.way} takes {expected}; found {', '.join(sorted(given)) or 'none'}")
 
     def keep(self, reward: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """The sorted numbers of the rows to keep, from the reward and the group of each row.
-
-        anna_karenina keeps the first correct one of each group, then incorrect ones (arXiv:2503.14286, section 4.4).
-        """
+        """The sorted numbers of the rows to keep, from reward and group of each (arXiv:2503.14286, section 4.4)."""
         from topr.losses.advantages import place_in_group
 
         rng, budget = np.random.default_rng(self.seed), self.budget or 0
@@ -50,25 +47,25 @@ class Curation:
         if self.way == "uniform":
             rows = rng.permutation(len(group))
             return np.sort(rows[place_in_group(group[rows]) < budget])
-        if self.way == "anna_karenina":
+        if self.way == "anna_karenina":  # the first correct one of each group, then incorrect ones
             correct = correct[place_in_group(group[correct]) == 0]
             left = budget - np.isin(group[incorrect], group[correct])
             return np.sort(np.r_[correct, incorrect[place_in_group(group[incorrect]) < left]])
         p, positives, negatives = self.share or 0.0, len(correct), len(incorrect)
         if self.total is not None:
-            wanted = round(self.total * p), self.total - round(self.total * p)
+            right, wrong = round(self.total * p), self.total - round(self.total * p)
         elif positives * (1 - p) <= negatives * p:  # positives are scarce: all of them
-            wanted = positives, round(positives * (1 - p) / p)
+            right, wrong = positives, round(positives * (1 - p) / p)
         else:
-            wanted = round(negatives * p / (1 - p)), negatives
-        if not min(wanted) or wanted[0] > positives or wanted[1] > negatives:
-            found = f"{wanted[0]:,} of {positives:,} positives and {wanted[1]:,} of {negatives:,} negatives"
+            right, wrong = round(negatives * p / (1 - p)), negatives
+        if not (0 < right <= positives and 0 < wrong <= negatives):
+            found = f"{right:,} of {positives:,} positives and {wrong:,} of {negatives:,} negatives"
             raise InputError(f"--share {p:g} would take {found}; it must be able to take one of each at least")
-        return np.sort(np.r_[rng.permutation(correct)[: wanted[0]], rng.permutation(incorrect)[: wanted[1]]])
+        return np.sort(np.r_[rng.permutation(correct)[:right], rng.permutation(incorrect)[:wrong]])
 
 
 def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
-    """What is told of a set of trajectories; the sizes of groups are the least, the median and the most."""
+    """Counts of trajectories and groups; the sizes of groups are the least, the median and the most."""
     size = np.unique(group, return_counts=True)[1]
     return {
         "trajectories": len(reward),
@@ -82,7 +79,7 @@ def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
 def curate(files: list[str], out: str | Path, curation: Curation, iteration: NonNegativeInt | None = None) -> dict:
     """Write the rows to keep of trajectory files, read as one set, to one file, and return figures before and after.
 
-    The metadata is what all files agree on, with the figures in its `sampling`. Raises InputError for bad input.
+    The metadata is what all files agree on, with the figures in its `sampling`.
 
     Args:
         out: trajectory file to write
