@@ -14,7 +14,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from topr.trajectories import Trajectory
 
-Responses = list[Trajectory]  # to one problem
+Responses = list[Trajectory]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -64,14 +64,12 @@ def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[
     return values
 
 
-def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
+def group_by_problem(trajectories: Responses) -> list[Responses]:
     """The responses to each problem, which must follow each other."""
     return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
 
 
-def per_problem(
-    rows: Sequence[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
-) -> dict[str, np.ndarray]:
+def per_problem(rows: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()) -> dict[str, np.ndarray]:
     """`response_metrics` of each problem, from responses and their weights; k is by default the fewest responses."""
     problems, rest = group_by_problem(rows), iter(weights)
     ks = ks or [min(map(len, problems))]
@@ -87,10 +85,8 @@ class PerProblem(Metric):
 
     def __init__(self, k: int):
         super().__init__()
-        self.k, self.names = (
-            k,
-            list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"])),
-        )
+        self.k = k
+        self.names = list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]))
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
     def update(self, problems: list[Responses]) -> None:

@@ -11,6 +11,8 @@ from topr.io import InputError, first_line
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
+REMEDY = "check that the server runs and the sampler's url, model and flavour; if it is busy, raise timeout or retries"
+
 
 class ServerSampler(Sampler):
     """Samples on OpenAI-compatible servers, for `predict`.
@@ -39,7 +41,7 @@ class ServerSampler(Sampler):
         retries: NonNegativeInt = 6,
     ):
         self.urls = [url] if isinstance(url, str) else url
-        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
+        if not self.urls or not all(url.startswith("http") for url in self.urls):
             raise InputError(f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1")
         self.model, self.concurrency, self.timeout, self.retries = model, concurrency, timeout, retries
         self.exchanges_text = flavour == "openai"
@@ -59,15 +61,14 @@ class ServerSampler(Sampler):
             results = asyncio.run(self._request(policy, requests, sampling))
         except openai.APIError as error:
             why = first_line(error.__cause__) if error.__cause__ else error.body or error
-            raise InputError(
-                f"{error.request.url} fails: {why}; check that the server runs and the sampler's url, model and "
-                "flavour; if the server is busy, raise timeout or retries, or lower concurrency"
-            ) from error
+            raise InputError(f"{error.request.url} fails: {why}; {REMEDY}") from error
         dropped = results.count(None)
         self.usable = self.usable or dropped < len(results)
         if dropped:
             message = (
                 f"{dropped} of {len(results)} responses of {', '.join(self.urls)} dropped: the server cut them, or "
+            )
+            message += (
                 "their text has no certain tokens; give it room for prompt and max_new_tokens, or use vLLM or SGLang"
             )
             if not self.usable:

@@ -34,9 +34,7 @@ class Verifier(Task):
         for index, problem in enumerate(problems):
             by_gold.setdefault(problem.gold, []).append(index)
         if missing := set(self.golds()) - set(by_gold):
-            raise InputError(
-                f"{source}: no solution has the verdict {min(missing)!r}; sample more, or set balance false"
-            )
+            raise InputError(f"{source}: no solution has the verdict {min(missing)!r}; sample more solutions")
         count, rng = min(map(len, by_gold.values())), random.Random(0)
         return [problems[i] for i in sorted(i for indices in by_gold.values() for i in rng.sample(indices, count))]
 
