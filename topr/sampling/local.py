@@ -38,7 +38,7 @@ class LocalSampler(Sampler):
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
         jobs = sorted(zip(prompts, responses, strict=True), key=lambda job: -len(job[0]))  # see `Rows.prefill`
         model: Any = policy.model
-        training, ends = model.training, policy.end_tokens
+        training, configured, ends = model.training, model.generation_config, policy.end_tokens
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)  # unlike Mamba's
         model.eval()
@@ -51,6 +51,7 @@ class LocalSampler(Sampler):
                     _decode_together(policy, jobs, self.rows, sampling)
         finally:
             model.train(training)
+            model.generation_config = configured
         # in the order of their starts, which does not depend on their lengths
         return [[Response(ids, ids[-1] in ends) for ids in some if ids] for some in responses]
 
@@ -209,14 +210,13 @@ def _decode_together(policy: Policy, jobs: list[tuple[Ids, list[Ids]]], rows: in
     config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
-    configured, model.generation_config = model.generation_config, GenerationConfig()  # would fill in unset options
-    try:
-        while pairs and not stop_requested.is_set():
-            batch, pairs = pairs[:rows], pairs[rows:]
-            ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
-            width = ids_PL.shape[1]
-            output_RL = model.generate(ids_PL, attention_mask=mask_PL, generation_config=config, **options)
-            for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
-                response += ids[: first_end(ids, ended)]
-    finally:
-        model.generation_config = configured
+    model.generation_config = (
+        GenerationConfig()
+    )  # the model's own, which `sample` restores, would fill in unset options
+    while pairs and not stop_requested.is_set():
+        batch, pairs = pairs[:rows], pairs[rows:]
+        ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
+        width = ids_PL.shape[1]
+        output_RL = model.generate(ids_PL, attention_mask=mask_PL, generation_config=config, **options)
+        for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
+            response += ids[: first_end(ids, ended)]
