@@ -45,10 +45,7 @@ def evaluate(
     """Sample, grade and tabulate, with 95% bootstrap intervals over problems.
 
     Args:
-        policy: folders or hub names.
-        benchmark: names, or NAME=FILE with a file or hub data set of other problems.
         sampling: parameters in place of the benchmark's.
-        k: of pass@k and maj@k.
         samples: responses per problem.
         verifier: policy that weighs the votes of weighted@k.
         critiques: of the verifier, per response.

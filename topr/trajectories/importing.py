@@ -35,7 +35,6 @@ def import_file(
     token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
 
     Args:
-        source: JSON lines, Parquet, or a hub data set owner/name[/config]:split
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
         precision: of the forward that scores; best that of the training to come
