@@ -41,7 +41,7 @@ class ServerSampler(Sampler):
         retries: NonNegativeInt = 6,
     ):
         self.urls = [url] if isinstance(url, str) else url
-        if not self.urls or not all(url.startswith("http") for url in self.urls):
+        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
             raise InputError(f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1")
         self.model, self.concurrency, self.timeout, self.retries = model, concurrency, timeout, retries
         self.exchanges_text = flavour == "openai"
