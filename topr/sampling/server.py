@@ -67,8 +67,6 @@ class ServerSampler(Sampler):
         if dropped:
             message = (
                 f"{dropped} of {len(results)} responses of {', '.join(self.urls)} dropped: the server cut them, or "
-            )
-            message += (
                 "their text has no certain tokens; give it room for prompt and max_new_tokens, or use vLLM or SGLang"
             )
             if not self.usable:
@@ -110,8 +108,8 @@ class ServerSampler(Sampler):
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
         async with openai.DefaultAsyncHttpxClient() as http:
-            settings: Any = {"api_key": "none", "max_retries": self.retries, "http_client": http}
-            settings["timeout"], servers = openai.Timeout(self.timeout, connect=30.0), []
+            timeout, servers = openai.Timeout(self.timeout, connect=30.0), []
+            settings: Any = {"api_key": "none", "max_retries": self.retries, "timeout": timeout, "http_client": http}
             for url in self.urls:
                 client = openai.AsyncOpenAI(base_url=url, **settings)
                 names = [self.model] if self.model else [model.id async for model in client.models.list()]
