@@ -23,7 +23,7 @@ from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler, Sampling
-from topr.trajectories import Trajectory, write_trajectories
+from topr.trajectories import Trajectory, agreed, write_trajectories
 
 
 def evaluate(
@@ -45,10 +45,7 @@ def evaluate(
     """Sample, grade and tabulate, with 95% bootstrap intervals over problems.
 
     Args:
-        policy: folders or hub names.
-        benchmark: names, or NAME=FILE with a file or hub data set of other problems.
         sampling: parameters in place of the benchmark's.
-        k: of pass@k and maj@k.
         samples: responses per problem.
         verifier: policy that weighs the votes of weighted@k.
         critiques: of the verifier, per response.
@@ -127,20 +124,18 @@ def evaluate(
             results[one][name]["difference"] = summarise(paired, seed)
         for trajectory in sampled[one, name]:
             trajectory.group = f"{one}/{name}/{trajectory.prompt_id}"
-    first, *others = (job.metadata for job in jobs.values())
-    common = {key: value for key, value in first.items() if all(value == other[key] for other in others)}
-    write_trajectories(out / "responses.parquet", chain(*sampled.values()), common)
+    metadata = agreed([job.metadata for job in jobs.values()])
+    write_trajectories(out / "responses.parquet", chain(*sampled.values()), metadata)
     text = write_report(out, results, results)
     print(f"{text}\nwrote results.json, results.md, results.png and responses.parquet under {out}")
 
 
 def parse() -> dict[str, Any]:
-    """The arguments of `evaluate`."""
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    names = f"{', '.join(BENCHMARKS)}; FILE, or a hub data set, replaces its problems"
-    parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=names)
+    about = f"{', '.join(BENCHMARKS)}; FILE, or a hub data set, replaces its problems"
+    parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=about)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
     parser.add_argument("--stop", nargs="*", help="texts that end a response")

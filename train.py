@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import warnings
-from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from topr.io import (
     first_line,
     is_out_of_memory,
     root_cause,
-    sweep,
     write_text,
 )
 from topr.module import PolicyModule
@@ -133,8 +131,6 @@ class CLI(LightningCLI):
             if changed:
                 return
             logger.dict_kwargs = {"purge_step": done}  # TensorBoard drops what was logged after the checkpoint
-            for folder in (version, version / "checkpoints"):
-                sweep(folder)
         elif any("tfevents" not in path.name for path in version.iterdir()):
             return  # not a run that was killed before it wrote config.yaml
         arguments.version = int(version.name.removeprefix("version_"))
@@ -169,16 +165,13 @@ class CLI(LightningCLI):
         """Run a trainer's command; if its input turns out bad before the first update, remove the run's new folder."""
         arguments["weights_only"] = True  # nothing in a checkpoint is executed
         folder = Path(self.trainer.log_dir or ".")
-        created = [path for path in (folder, *folder.parents) if not path.exists()]
+        created = not folder.exists()
         try:
             getattr(self.trainer, command)(**arguments)
         except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
             message = self._explain(error, arguments.get("ckpt_path"))
             if created and self.trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):  # other runs may have started in these
-                    for parent in created[1:]:
-                        parent.rmdir()
             raise InputError(message) from error
 
     def _explain(self, error: BaseException, checkpoint: str | None) -> str:

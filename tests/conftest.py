@@ -172,8 +172,9 @@ def observe_microbatches(patch, observe) -> None:
 
 
 def listing(folder: Path) -> dict[str, tuple]:
-    """What lies under a folder, links not followed."""
-    return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in folder.rglob("*")}
+    """The files under a folder, links not followed."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in files}
 
 
 def rejected(run, words: str, *arguments, main=train.main) -> str:

@@ -255,9 +255,17 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
     "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in the one assistant message"),
     "two answers": (CHAT, {"messages": [ASK, SAY, SAY]}, "the prompt ends in an assistant message"),
     "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in the one assistant message"),
-    "role": (CHAT, {"messages": [ASK | {"role": "human"}, SAY]}, "expected content and a role of system, "),
-    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected content and a role of"),
-    "content in parts": (CHAT, {"messages": [ASK | {"content": [1]}, SAY]}, "expected content and a role of"),
+    "role": (
+        CHAT,
+        {"messages": [ASK | {"role": "human"}, SAY]},
+        "expected chat messages with content and a role of system, ",
+    ),
+    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected chat messages with content and a role of"),
+    "content in parts": (
+        CHAT,
+        {"messages": [ASK | {"content": [1]}, SAY]},
+        "expected chat messages with content and a role of",
+    ),
     "other prompts": (
         {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]},
         {"rejected": [USER, WRONG]},

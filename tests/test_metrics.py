@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from topr.evaluation import group_by_problem, maj_at_k, pass_at_k, per_problem, response_metrics, summarise
+from topr.evaluation import PerProblem, group_by_problem, maj_at_k, pass_at_k, per_problem, summarise
 from topr.evaluation.metrics import bootstrap_interval
 from topr.trajectories import Trajectory
 
@@ -95,12 +95,12 @@ def test_intervals_equal_those_of_a_loop():
 
 
 def test_summaries_are_of_all_updates():
-    metrics, problems = response_metrics([4]), group_by_problem(SOME)[::-1]
+    metrics, problems = PerProblem(4), group_by_problem(SOME)[::-1]
     for rows in problems:  # of the first problem alone, pass@1 and pass@4 are equal
         metrics.update([rows])
     metrics.update([])
-    assert summarise(metrics, seed=2) == summarise(per_problem(sum(problems, [])), seed=2)
-    assert metrics.compute()["maj@4"].dtype == torch.float64
+    assert summarise(metrics.compute(), seed=2) == summarise(per_problem(sum(problems, [])), seed=2)
+    assert metrics.compute()["maj@4"].dtype == np.float64
 
 
 @pytest.mark.parametrize("shares", [[[0, 2], [1]], [[0, 1, 2], []], [[], [0, 1, 2]]])
@@ -111,10 +111,10 @@ def test_ranks_gather_the_problems_of_all(tmp_path, shares):
     def rank(number: int) -> bool:
         store = f"file://{tmp_path}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=number, world_size=2)
-        metrics = response_metrics([4])
+        metrics = PerProblem(4)
         metrics.update([problems[i] for i in shares[number]])
         local = per_problem(SOME[:4])["pass@1"].tolist() == [0.5]  # of this process alone
-        return local and summarise(metrics) == expected == summarise(metrics)
+        return local and summarise(metrics.compute()) == expected == summarise(metrics.compute())
 
     children = []
     for number in range(2):

@@ -277,7 +277,10 @@ def test_a_rejected_run_leaves_the_runs_beside_it(fit, monkeypatch):
 
     monkeypatch.setattr(PolicyModule, "on_train_start", rejected)
     assert fit("rejected")[0] == 2
-    assert [path.name for path in (fit.folder / "runs").iterdir()] == ["other"]
+    assert {str(path.relative_to(fit.folder)) for path in (fit.folder / "runs").rglob("*")} == {
+        "runs/other",
+        "runs/rejected",
+    }
 
 
 def test_nothing_in_a_checkpoint_is_executed(fit):

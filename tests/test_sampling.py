@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import make_policy
 
-from topr.io import InputError
+from topr.io import ArgumentParser, InputError
 from topr.policy import Policy, load_policy
-from topr.sampling import LocalSampler, Response, Sampling
+from topr.sampling import LocalSampler, Response, Sampler, Sampling
 
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1)
 PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]
@@ -94,5 +94,21 @@ def test_a_value_outside_its_range_is_rejected(wrong):
     Sampling(temperature=1e-4, top_k=0, top_p=1.0, max_new_tokens=1, stop=["a"])
     with pytest.raises(InputError, match="temperature must be 0 or from 1e-4"):
         Sampling(**wrong)
-    with pytest.raises(InputError, match="rows is 0"):
-        LocalSampler(0)
+
+
+def test_a_sampler_takes_only_settings_within_their_ranges():
+    parser = ArgumentParser()
+    parser.add_argument("sampler", type=Sampler)
+    for name, right, wrong in (
+        ("LocalSampler", {"rows": 1}, [{"rows": 0}]),
+        (
+            "ServerSampler",
+            {"url": ["http://127.0.0.1:8000/v1"]},
+            [{"flavour": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"retries": -1}],
+        ),
+    ):
+        given = {"class_path": f"topr.sampling.{name}", "init_args": right}
+        parser.parse_object({"sampler": given})
+        for change in wrong:
+            with pytest.raises(InputError, match=next(iter(change))):
+                parser.parse_object({"sampler": given | {"init_args": right | change}})

@@ -285,15 +285,11 @@ def test_the_model_must_be_clear(serve, loaded, models):
     assert {body["model"] for body in server.bodies} == {"b"}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"url": "127.0.0.1:8000"}, {"url": []}, {"flavour": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"retries": -1}],
-)
-def test_wrong_settings_are_rejected(wrong):
-    right = {"url": ["http://127.0.0.1:8000/v1"]}
-    ServerSampler(**right)
-    with pytest.raises(InputError, match="ServerSampler: "):
-        ServerSampler(**right | wrong)
+@pytest.mark.parametrize("wrong", ["127.0.0.1:8000", []])
+def test_wrong_addresses_are_rejected(wrong):
+    ServerSampler(["http://127.0.0.1:8000/v1"])
+    with pytest.raises(InputError, match="expected addresses like"):
+        ServerSampler(wrong)
 
 
 def texts(tokenizer, ids, reason):

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback
 
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import (
+    PerProblem,
     derived_seed,
     explain_out_of_memory,
     group_by_problem,
-    response_metrics,
     sample_and_grade,
     summarise,
 )
@@ -90,10 +90,10 @@ class Evaluate(Callback):
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
-        metrics = response_metrics([samples]).to(policy.device)
+        metrics = PerProblem(samples).to(policy.device)
         metrics.update(group_by_problem(trajectories))
         figures = {}
-        for metric, value in summarise(metrics).items():
+        for metric, value in summarise(metrics.compute()).items():
             figures[f"{split}/{metric}"] = value["mean"]
             for end, bound in zip(("low", "high"), value["interval"], strict=True):
                 figures[f"{split}_interval/{metric}_{end}"] = bound

@@ -2,21 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, islice, repeat
+from collections.abc import Sequence
+from itertools import groupby, islice
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from topr.trajectories import Trajectory
 
-Responses = list[Trajectory]  # to one problem
-Weights = Sequence[float]  # of these responses, by a verifier
-Value = Callable[..., float]  # of responses and weights
+Responses = list[Trajectory]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -26,16 +24,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Weights | None = None) -> float:
+def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()) -> float:
     """Expected correctness of the majority answer of k responses, in [0, 1].
 
     None marks an invalid response, which does not vote. Ties count the mean correctness of the tied answers. Without
-    any vote the result is 0. More than k responses are averaged over disjoint runs of k.
-
-    Args:
-        answers: canonical answer of each response.
-        correct: whether that answer is correct, the same for equal answers.
-        weights: weight of each vote, 1 by default.
+    any vote the result is 0. More than k responses are averaged over disjoint runs of k. Equal answers must be equally
+    correct. A vote weighs 1 unless there are `weights`.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@k needs 1 <= k <= {len(answers)} responses, got k={k}")
@@ -51,72 +45,58 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
     return float(np.mean(results))
 
 
-class PerProblem(Metric):
-    """A value for each problem that follows from its responses and their weights, for the problems of all ranks."""
+def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()) -> dict[str, float]:
+    """Metrics of the responses to one problem.
 
-    values: list[torch.Tensor]
-    full_state_update = False
-
-    def __init__(self, of_problem: Value, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.of_problem = of_problem
-        self.add_state("values", [], dist_reduce_fx="cat")
-
-    def update(self, problems: list[Responses], weights: Iterable[float] = repeat(1.0)) -> None:
-        """Add the responses to some problems, or to none; the weights of all of them follow each other."""
-        rest = iter(weights)
-        found = [self.of_problem(rows, list(islice(rest, len(rows)))) for rows in problems]
-        self.values.append(torch.tensor(found, dtype=torch.float64, device=self.device))
-
-    def compute(self) -> torch.Tensor:
-        """The values, rank by rank."""
-        return dim_zero_cat(self.values)
-
-
-def _majority(rows: Responses, k: int, weights: Weights | None = None) -> float:
-    return maj_at_k([row.answer if row.valid else None for row in rows], [row.reward > 0 for row in rows], k, weights)
-
-
-def response_metrics(ks: Sequence[int], weighted: bool = False, **kwargs: Any) -> MetricCollection:
-    """Metrics whose `compute` gives a value for each problem of all ranks, rank by rank.
-
-    pass@1; pass@k, maj@k and, where `weighted`, weighted@k for each k; invalid (share without a readable answer);
-    length (mean response tokens); ungraded (share that the grader gave up on). `kwargs` are those of any `Metric`.
+    pass@1; pass@k, maj@k and, given weights, weighted@k for each k; invalid (share without a readable answer); length
+    (mean response tokens); ungraded (share that the grader gave up on).
     """
-    values: dict[str, Value] = {"pass@1": lambda rows, _: fmean(row.reward > 0 for row in rows)}
+    correct = [response.reward > 0 for response in responses]
+    answers = [response.answer if response.valid else None for response in responses]
+    values = {"pass@1": fmean(correct)}
     for k in ks:
-        values[f"pass@{k}"] = lambda rows, _, k=k: pass_at_k(len(rows), sum(row.reward > 0 for row in rows), k)
-        values[f"maj@{k}"] = lambda rows, _, k=k: _majority(rows, k)
-        if weighted:
-            values[f"weighted@{k}"] = lambda rows, weights, k=k: _majority(rows, k, weights)
-    values["invalid"] = lambda rows, _: 1 - fmean(bool(row.valid) for row in rows)
-    values["length"] = lambda rows, _: fmean(len(row.response_ids) for row in rows)
-    values["ungraded"] = lambda rows, _: fmean(row.valid is None for row in rows)
-    metrics = MetricCollection({}, compute_groups=False)  # groups would merge metrics whose first values are equal
-    for name, value in values.items():  # one by one: a dictionary would be sorted
-        metrics.add_metrics({name: PerProblem(value, **kwargs)})
-    return metrics
+        values |= {f"pass@{k}": pass_at_k(len(responses), sum(correct), k), f"maj@{k}": maj_at_k(answers, correct, k)}
+        if weights:
+            values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
+    values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
+    values["length"] = fmean(len(response.response_ids) for response in responses)
+    values["ungraded"] = fmean(response.valid is None for response in responses)
+    return values
 
 
-def group_by_problem(trajectories: Sequence[Trajectory]) -> list[Responses]:
+def group_by_problem(trajectories: Responses) -> list[Responses]:
     """The responses to each problem, which must follow each other."""
     return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
 
 
-def per_problem(rows: Sequence[Trajectory], ks: Sequence[int] = (), weights: Weights = ()) -> dict[str, np.ndarray]:
-    """The values of `response_metrics` for each problem, from the trajectories of this process alone.
-
-    By default k is the number of responses per problem, the fewest where problems differ.
-    """
-    problems = group_by_problem(rows)
-    metrics = response_metrics(ks or [min(map(len, problems))], weighted=bool(weights), sync_on_compute=False)
-    metrics.update(problems, weights=weights or repeat(1.0))
-    return to_arrays(metrics)
+def per_problem(rows: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()) -> dict[str, np.ndarray]:
+    """`response_metrics` of each problem, from responses and their weights; k is by default the fewest responses."""
+    problems, rest = group_by_problem(rows), iter(weights)
+    ks = ks or [min(map(len, problems))]
+    found = [response_metrics(some, ks, list(islice(rest, len(some)))) for some in problems]
+    return {name: np.array([values[name] for values in found]) for name in found[0]}
 
 
-def to_arrays(metrics: MetricCollection) -> dict[str, np.ndarray]:
-    """What `compute` gives, on the CPU; it drops the axis where there is one problem."""
-    return {name: np.atleast_1d(values.cpu()) for name, values in metrics.compute().items()}
+class PerProblem(Metric):
+    """`response_metrics` of each problem of all ranks, rank by rank."""
+
+    values_PM: list[torch.Tensor]  # P problems, M metrics
+    full_state_update = False
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.k = k
+        self.names = list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]))
+        self.add_state("values_PM", [], dist_reduce_fx="cat")
+
+    def update(self, problems: list[Responses]) -> None:
+        """Add the responses to some problems, or to none."""
+        rows = [list(response_metrics(responses, [self.k]).values()) for responses in problems]
+        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        self.values_PM.append(values_PM.reshape(len(rows), len(self.names)))
+
+    def compute(self) -> dict[str, np.ndarray]:
+        return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -129,15 +109,10 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
     return float(low), float(high)
 
 
-def summarise(metrics: MetricCollection | Mapping[str, np.ndarray], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """`{name: {"mean": …, "interval": [low, high]}}` of metrics, for which every rank must call, or of arrays.
-
-    `ungraded` is left out where it is 0.
-    """
-    if isinstance(metrics, MetricCollection):
-        metrics = to_arrays(metrics)
+def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict[str, Any]]:
+    """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values; `ungraded` is left out where it is 0."""
     return {
-        name: {"mean": float(values.mean()), "interval": list(bootstrap_interval(values, seed))}
-        for name, values in metrics.items()
-        if name != "ungraded" or values.any()
+        name: {"mean": float(column.mean()), "interval": list(bootstrap_interval(column, seed))}
+        for name, column in values.items()
+        if name != "ungraded" or column.any()
     }

@@ -26,9 +26,11 @@ def sample_and_grade(
     """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty."""
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
-    sampled = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed)
+    found = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed)
     trajectories = []
-    for problem, (prompt, prompt_ids), responses in zip(problems, prompts, sampled, strict=True):
+    for problem, (prompt, prompt_ids), responses in zip(problems, prompts, found, strict=True):
+        origin: dict[str, Any] = {"prompt_id": problem.id, "group": problem.id, "gold": problem.gold}
+        origin |= {"prompt": prompt, "prompt_ids": prompt_ids}
         for response in responses:
             # special tokens before the end stay in the text: they were sampled, and make an answer wrong
             text = tokenizer.decode(response.ids[:-1] if response.finished else response.ids)
@@ -36,19 +38,8 @@ def sample_and_grade(
             grade = task.grade(graded, problem.gold)
             if task.requires_end and not response.finished:
                 grade = Grade(-1.0, valid=False, answer=None)
-            trajectory = Trajectory(
-                prompt_id=problem.id,
-                group=problem.id,
-                prompt=prompt,
-                prompt_ids=prompt_ids,
-                response=text,
-                response_ids=response.ids,
-                ref_logprobs=[],
-                finished=response.finished,
-                gold=problem.gold,
-                **grade._asdict(),
-            )
-            trajectories.append(trajectory)
+            sampled = {"response": text, "response_ids": response.ids, "finished": response.finished}
+            trajectories.append(Trajectory(**origin, **sampled, ref_logprobs=[], **grade._asdict()))
     return trajectories
 
 

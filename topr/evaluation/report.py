@@ -20,8 +20,8 @@ def cell(value: Any, scale: int = 100, sign: str = "") -> str:
     """A mean with its interval, in per cent by default, or a number; `sign` is + for differences."""
     if not is_summary(value):
         return str(value)
-    mean, low, high = (scale * number for number in (value["mean"], *value["interval"]))
-    return f"{mean:{sign}.1f} [{low:.1f}, {high:.1f}]"
+    low, high = value["interval"]
+    return f"{scale * value['mean']:{sign}.1f} [{scale * low:.1f}, {scale * high:.1f}]"
 
 
 def table(rows: dict[str, Row], sign: str = "") -> str:

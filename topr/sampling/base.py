@@ -21,9 +21,6 @@ class Sampling:
         top_p: sample from the likeliest tokens that together have this probability; 1 turns it off.
         max_new_tokens: longest response, its end token included.
         stop: strings that end a response; the text after them is neither sampled nor graded.
-
-    Raises:
-        InputError: a value is outside its range.
     """
 
     temperature: float = 1.0
@@ -35,10 +32,8 @@ class Sampling:
     def __post_init__(self):
         finite = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4  # other temperatures overflow the logits
         if not (finite and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1 and all(self.stop)):
-            raise InputError(
-                f"{self}: temperature must be 0 or from 1e-4 to 1e4, top_k at least 0, top_p above 0 and at most 1, "
-                "max_new_tokens at least 1, and no string in stop empty"
-            )
+            rule = "temperature must be 0 or from 1e-4 to 1e4, top_k 0 or more, top_p above 0 and at most 1"
+            raise InputError(f"{self}: {rule}, max_new_tokens 1 or more, and no string in stop empty")
 
 
 class Response(NamedTuple):
@@ -49,14 +44,11 @@ class Response(NamedTuple):
 
 
 class Sampler(ABC):
-    """Base class of samplers."""
-
     @abstractmethod
     def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
-        """n responses to each prompt. The same arguments give the same responses.
+        """n responses to each prompt, the same for the same arguments; global random generators keep their states.
 
-        A prompt has fewer than n if the sampler drops responses whose token ids are not certain; it then warns. The
-        global generators of torch and numpy keep their states.
+        A prompt has fewer than n if the sampler drops responses whose token ids are not certain; it then warns.
         """
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from topr.distributed import stop_requested
-from topr.io import check_counts
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
@@ -28,13 +28,9 @@ class LocalSampler(Sampler):
 
     Args:
         rows: responses decoded side by side; lower it when memory runs out. Other rows give other random numbers.
-
-    Raises:
-        InputError: rows is below 1.
     """
 
-    def __init__(self, rows: int = 512):
-        check_counts("LocalSampler: ", rows=rows)
+    def __init__(self, rows: PositiveInt = 512):
         self.rows = rows
 
     @torch.no_grad()
@@ -42,7 +38,7 @@ class LocalSampler(Sampler):
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
         jobs = sorted(zip(prompts, responses, strict=True), key=lambda job: -len(job[0]))  # see `Rows.prefill`
         model: Any = policy.model
-        training, ends = model.training, policy.end_tokens
+        training, configured, ends = model.training, model.generation_config, policy.end_tokens
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)  # unlike Mamba's
         model.eval()
@@ -55,6 +51,7 @@ class LocalSampler(Sampler):
                     _decode_together(policy, jobs, self.rows, sampling)
         finally:
             model.train(training)
+            model.generation_config = configured
         # in the order of their starts, which does not depend on their lengths
         return [[Response(ids, ids[-1] in ends) for ids in some if ids] for some in responses]
 
@@ -147,23 +144,19 @@ class Rows:
                 # zeros, because a masked value is multiplied by 0, which does not remove NaN
                 setattr(layer, name, F.pad(kept_RHCD, (0, 0, 0, self.columns - kept_RHCD.shape[2])))
         self.responses = [self.responses[row] for row in rows]
-        self.starts = [self.starts[row] - first for row in rows]
-        self.cursor = used
+        self.starts, self.cursor = [self.starts[row] - first for row in rows], used
 
 
 class Layer(DynamicLayer):
     """Keys and values of one decoder layer for all rows; as yet without columns."""
-
-    keys: Any
-    values: Any
 
     def __init__(self, rows: Rows, prompts: Any):
         super().__init__()
         self.rows, self.is_initialized = rows, True
         repeat = [0] * len(rows.starts)
         # under autocast, rotary embeddings return float32 keys, but attention computes in the type of the values
-        self.keys = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
-        self.values = prompts.values[repeat, :, :0]
+        self.keys: Any = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
+        self.values: Any = prompts.values[repeat, :, :0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor
@@ -217,14 +210,13 @@ def _decode_together(policy: Policy, jobs: list[tuple[Ids, list[Ids]]], rows: in
     config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
-    configured, model.generation_config = model.generation_config, GenerationConfig()  # would fill in unset options
-    try:
-        while pairs and not stop_requested.is_set():
-            batch, pairs = pairs[:rows], pairs[rows:]
-            ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
-            width = ids_PL.shape[1]
-            output_RL = model.generate(ids_PL, attention_mask=mask_PL, generation_config=config, **options)
-            for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
-                response += ids[: first_end(ids, ended)]
-    finally:
-        model.generation_config = configured
+    model.generation_config = (
+        GenerationConfig()
+    )  # the model's own, which `sample` restores, would fill in unset options
+    while pairs and not stop_requested.is_set():
+        batch, pairs = pairs[:rows], pairs[rows:]
+        ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
+        width = ids_PL.shape[1]
+        output_RL = model.generate(ids_PL, attention_mask=mask_PL, generation_config=config, **options)
+        for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
+            response += ids[: first_end(ids, ended)]

@@ -5,10 +5,13 @@ import warnings
 from typing import Any, Literal
 
 import numpy as np
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from topr.io import InputError, check_counts, first_line
+from topr.io import InputError, first_line
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
+
+REMEDY = "check that the server runs and the sampler's url, model and flavour; if it is busy, raise timeout or retries"
 
 
 class ServerSampler(Sampler):
@@ -26,9 +29,6 @@ class ServerSampler(Sampler):
         concurrency: requests at once over all servers, for each process.
         timeout: seconds until a request is sent again; to drop it would make long responses rarer.
         retries: how often a request is sent again, to the same server, if that does not answer, is busy, or fails.
-
-    Raises:
-        InputError: a value is outside its range.
     """
 
     def __init__(
@@ -36,19 +36,13 @@ class ServerSampler(Sampler):
         url: str | list[str],
         flavour: Literal["vllm", "sglang", "openai"] = "vllm",
         model: str | None = None,
-        concurrency: int = 64,
-        timeout: float = 600.0,
-        retries: int = 6,
+        concurrency: PositiveInt = 64,
+        timeout: PositiveFloat = 600.0,
+        retries: NonNegativeInt = 6,
     ):
-        check_counts("ServerSampler: ", concurrency=concurrency)
-        check_counts("ServerSampler: ", least=0, retries=retries)
         self.urls = [url] if isinstance(url, str) else url
-        web = self.urls and all(url.startswith(("http://", "https://")) for url in self.urls)
-        if not (web and flavour in ("vllm", "sglang", "openai") and timeout > 0):
-            raise InputError(
-                f"ServerSampler: url {url!r}, flavour {flavour!r}, timeout {timeout}: expected addresses like "
-                "http://host:8000/v1, a flavour among vllm, sglang and openai, and seconds above 0"
-            )
+        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
+            raise InputError(f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1")
         self.model, self.concurrency, self.timeout, self.retries = model, concurrency, timeout, retries
         self.exchanges_text = flavour == "openai"
         self.usable = False  # whether any response was usable
@@ -57,10 +51,8 @@ class ServerSampler(Sampler):
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
-            raise InputError(
-                "servers of flavour openai ignore data.sampling.top_k and cut at stop without saying so; set them to 0 "
-                "and [], or use flavour vllm or sglang"
-            )
+            rule = "ignore data.sampling.top_k and cut at stop without saying so; set them to 0 and []"
+            raise InputError(f"servers of flavour openai {rule}, or use flavour vllm or sglang")
         requests = []
         for i, prompt in enumerate(prompts):
             words = np.random.SeedSequence((seed, i)).generate_state(n)
@@ -69,10 +61,7 @@ class ServerSampler(Sampler):
             results = asyncio.run(self._request(policy, requests, sampling))
         except openai.APIError as error:
             why = first_line(error.__cause__) if error.__cause__ else error.body or error
-            raise InputError(
-                f"{error.request.url} fails: {why}; check that the server runs and the sampler's url, model and "
-                "flavour; if the server is busy, raise timeout or retries, or lower concurrency"
-            ) from error
+            raise InputError(f"{error.request.url} fails: {why}; {REMEDY}") from error
         dropped = results.count(None)
         self.usable = self.usable or dropped < len(results)
         if dropped:
@@ -85,19 +74,18 @@ class ServerSampler(Sampler):
             warnings.warn(message, stacklevel=2)
         return [[found for found in results[i * n : (i + 1) * n] if found] for i in range(len(prompts))]
 
-    async def _request(
-        self, policy: Policy, requests: list[tuple[Ids, int]], sampling: Sampling
-    ) -> list[Response | None]:
-        """A response to each prompt and seed; None if its token ids are not certain."""
+    async def _request(self, policy: Policy, requests: list, sampling: Sampling) -> list[Response | None]:
+        """A response to each (prompt, seed); None if its token ids are not certain."""
         import openai
 
-        fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        fields |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        if not self.exchanges_text:  # a server fills other fields with its defaults or the model's generation config
-            fields |= {
+        options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+        options |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        if not self.exchanges_text:  # fields of vLLM and SGLang, whose defaults may come from the model
+            options["stop"] = sampling.stop
+            options["extra_body"] = {
                 "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
-                "stop": sampling.stop, "stop_token_ids": sorted(policy.end_tokens), "ignore_eos": False,
-                "skip_special_tokens": False, "return_token_ids": True,
+                "stop_token_ids": sorted(policy.end_tokens), "ignore_eos": False, "skip_special_tokens": False,
+                "return_token_ids": True,
             }  # fmt: skip
         ended = end_of_response(policy, sampling)
         slots: asyncio.Queue = asyncio.Queue()  # a server for each request at once
@@ -107,25 +95,23 @@ class ServerSampler(Sampler):
             if encoded is None:
                 return None
             client, model = await slots.get()
-            completion = await client.completions.create(model=model, prompt=encoded, seed=seed, extra_body=fields)
+            completion = await client.completions.create(model=model, prompt=encoded, seed=seed, **options)
             slots.put_nowait((client, model))
             try:
                 choice, usage = completion.choices[0], completion.usage
                 ids: Any = _from_text(policy, choice) if self.exchanges_text else choice.token_ids
                 certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids))
             except (AttributeError, IndexError, TypeError) as error:
-                raise InputError(
-                    f"{client.base_url} answers without choices, usage or token ids; use vLLM, SGLang or flavour openai"
-                ) from error
+                missing = "choices, usage or token ids; use vLLM, SGLang or flavour openai"
+                raise InputError(f"{client.base_url} answers without {missing}") from error
             length = first_end(ids, ended) if certain else None
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
         async with openai.DefaultAsyncHttpxClient() as http:
             timeout, servers = openai.Timeout(self.timeout, connect=30.0), []
+            settings: Any = {"api_key": "none", "max_retries": self.retries, "timeout": timeout, "http_client": http}
             for url in self.urls:
-                client = openai.AsyncOpenAI(
-                    base_url=url, api_key="none", max_retries=self.retries, timeout=timeout, http_client=http
-                )
+                client = openai.AsyncOpenAI(base_url=url, **settings)
                 names = [self.model] if self.model else [model.id async for model in client.models.list()]
                 if len(names) != 1:
                     raise InputError(f"{url} lists the models {names}; choose one by model.sampler.init_args.model")

@@ -135,12 +135,14 @@ def _fraction(decimal: re.Match) -> str:
 def main() -> None:
     """Answer lines `[gold, answer, seconds]` by `true`, `false`, or `null` for an error."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    # the default action, which the caller may have changed: the kernel ends this process, even in the middle of C code
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     logging.disable()
     replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
     _same_formula("1", "2")  # imports before the first clock starts
     for line in sys.stdin:
         gold, answer, seconds = json.loads(line)
-        signal.alarm(seconds)  # ends this process
+        signal.alarm(seconds)
         try:
             verdict = bool(same(gold, answer))
         except Exception:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -19,6 +20,8 @@ from topr.tasks.latex import read
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, question_prompt
 
 SECONDS = 4  # per comparison
+# -P: this folder's math.py would hide Python's
+COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("equivalence.py"))]
 COSTLY = re.compile(
     r"\*\*|__|(?![0-9])\d"  # Python's operators, digits of other scripts
     r"|\d{4}[%)}\]]*!|![%)}\]]*!|\^\{-?\d{5}|\\binom\{\d{5}"  # large factorials, factorials of factorials, large powers
@@ -54,8 +57,8 @@ class MATH(Task):
         The answer is in normal form (see `latex.py`); correct answers take that of the gold, and so vote together.
         Formulas that are costly to compute are wrong; `valid` is None if the comparison failed.
         """
-        box = last_box(after_thinking(response))
-        answer, units = read(box) if box is not None and len(box) <= 400 else ("", frozenset())
+        box = last_box(after_thinking(response)) or ""
+        answer, units = read(box if len(box) <= 400 else "")
         if not answer:
             return Grade(-1.0, False, None)
         right, right_units = read(gold)
@@ -99,12 +102,12 @@ class Judge:
         """Whether two answers in normal form mean the same; a TimeoutError if the comparison took long or failed."""
         with self.lock:
             if self.child is None or self.child.poll() is not None:
-                # -P: this folder's math.py would hide Python's; a new session: Ctrl-C must not reach the child
-                command: list[Any] = [sys.executable, "-P", Path(__file__).with_name("equivalence.py")]
-                self.child = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
-            self.child.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
-            reply = self.child.stdout.readline()  # empty if the child has ended
-            if not reply and self.child.wait() == 1:
+                # in a new session, because Ctrl-C must not reach the child
+                self.child = Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
+            with suppress(BrokenPipeError):  # if the child has ended; the reply is then empty
+                self.child.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
+            reply = self.child.stdout.readline()
+            if not reply and self.child.wait() > 0:  # a signal, such as that of its alarm, would make this negative
                 raise RuntimeError("the process that compares answers cannot start; is math-verify installed?")
         if reply in (b"", b"null\n"):
             raise TimeoutError

@@ -30,13 +30,11 @@ class Verifier(Task):
         problems = self.candidates([trajectory for path in files for trajectory in read_trajectories(path)])
         if not self.balance:
             return problems
-        golds = [problem.gold for problem in problems]
-        by_gold = {gold: [i for i, other in enumerate(golds) if other == gold] for gold in dict.fromkeys(golds)}
-        if missing := [gold for gold in self.golds() if gold not in by_gold]:
-            raise InputError(
-                f"{source}: a verifier learns from correct and incorrect solutions, and no solution has the verdict "
-                f"{missing[0]!r}; sample more solutions, or from a better policy"
-            )
+        by_gold: dict[str, list[int]] = {}
+        for index, problem in enumerate(problems):
+            by_gold.setdefault(problem.gold, []).append(index)
+        if missing := set(self.golds()) - set(by_gold):
+            raise InputError(f"{source}: no solution has the verdict {min(missing)!r}; sample more solutions")
         count, rng = min(map(len, by_gold.values())), random.Random(0)
         return [problems[i] for i in sorted(i for indices in by_gold.values() for i in rng.sample(indices, count))]
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
 from topr.io import InputError
-from topr.trajectories.file import SCHEMA, batches, read_metadata, write_tables
+from topr.trajectories.file import SCHEMA, agreed, batches, read_metadata, write_tables
 
 Way = Literal["uniform", "anna_karenina", "share"]
 
@@ -39,10 +39,7 @@ class Curation:
             raise InputError(f"{self.way} takes {expected}; found {', '.join(sorted(given)) or 'none'}")
 
     def keep(self, reward: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """The sorted numbers of the rows to keep, from the reward and the group of each row.
-
-        anna_karenina keeps the first correct one of each group, then incorrect ones (arXiv:2503.14286, section 4.4).
-        """
+        """The sorted numbers of the rows to keep, from reward and group of each (arXiv:2503.14286, section 4.4)."""
         from topr.losses.advantages import place_in_group
 
         rng, budget = np.random.default_rng(self.seed), self.budget or 0
@@ -50,25 +47,25 @@ class Curation:
         if self.way == "uniform":
             rows = rng.permutation(len(group))
             return np.sort(rows[place_in_group(group[rows]) < budget])
-        if self.way == "anna_karenina":
+        if self.way == "anna_karenina":  # the first correct one of each group, then incorrect ones
             correct = correct[place_in_group(group[correct]) == 0]
             left = budget - np.isin(group[incorrect], group[correct])
             return np.sort(np.r_[correct, incorrect[place_in_group(group[incorrect]) < left]])
         p, positives, negatives = self.share or 0.0, len(correct), len(incorrect)
         if self.total is not None:
-            wanted = round(self.total * p), self.total - round(self.total * p)
+            right, wrong = round(self.total * p), self.total - round(self.total * p)
         elif positives * (1 - p) <= negatives * p:  # positives are scarce: all of them
-            wanted = positives, round(positives * (1 - p) / p)
+            right, wrong = positives, round(positives * (1 - p) / p)
         else:
-            wanted = round(negatives * p / (1 - p)), negatives
-        if not min(wanted) or wanted[0] > positives or wanted[1] > negatives:
-            found = f"{wanted[0]:,} of {positives:,} positives and {wanted[1]:,} of {negatives:,} negatives"
+            right, wrong = round(negatives * p / (1 - p)), negatives
+        if not (0 < right <= positives and 0 < wrong <= negatives):
+            found = f"{right:,} of {positives:,} positives and {wrong:,} of {negatives:,} negatives"
             raise InputError(f"--share {p:g} would take {found}; it must be able to take one of each at least")
-        return np.sort(np.r_[rng.permutation(correct)[: wanted[0]], rng.permutation(incorrect)[: wanted[1]]])
+        return np.sort(np.r_[rng.permutation(correct)[:right], rng.permutation(incorrect)[:wrong]])
 
 
 def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
-    """Trajectories, groups, groups with both signs, sizes of groups (least, median, most), share of positives."""
+    """Counts of trajectories and groups; the sizes of groups are the least, the median and the most."""
     size = np.unique(group, return_counts=True)[1]
     return {
         "trajectories": len(reward),
@@ -82,7 +79,7 @@ def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
 def curate(files: list[str], out: str | Path, curation: Curation, iteration: NonNegativeInt | None = None) -> dict:
     """Write the rows to keep of trajectory files, read as one set, to one file, and return figures before and after.
 
-    The metadata is what all files agree on, with the figures in its `sampling`. Raises InputError for bad input.
+    The metadata is what all files agree on, with the figures in its `sampling`.
 
     Args:
         out: trajectory file to write
@@ -94,10 +91,10 @@ def curate(files: list[str], out: str | Path, curation: Curation, iteration: Non
     tokenizers = {entry["tokenizer"]: file for file, entry in zip(files, found, strict=True) if entry["tokenizer"]}
     if len(tokenizers) > 1:
         raise InputError(f"{' and '.join(tokenizers.values())} have different tokenizers; curate them one by one")
-    metadata = _agreed(found) | {"tokenizer": next(iter(tokenizers), None)}
+    metadata = agreed(found) | {"tokenizer": next(iter(tokenizers), None)}
     if not {"policy", "precision"} <= metadata.keys():  # whether log mu fits a policy depends on both
         metadata |= {"policy": None, "precision": None}
-    sampling = _agreed([entry["sampling"] or {} for entry in found])
+    sampling = agreed([entry["sampling"] or {} for entry in found])
     rows = pa.concat_tables(table.select(["reward", "group"]) for file in files for table in batches(file))
     reward, group = rows["reward"].to_numpy(), np.unique(rows["group"].to_numpy(), return_inverse=True)[1]
     kept = curation.keep(reward, group)
@@ -111,8 +108,3 @@ def curate(files: list[str], out: str | Path, curation: Curation, iteration: Non
         table = table.set_column(SCHEMA.get_field_index("group"), "group", names)
     write_tables(out, [table], metadata | {"sampling": sampling | {"curation": done}})
     return done
-
-
-def _agreed(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The items that all dictionaries share."""
-    return {key: value for key, value in entries[0].items() if all(entry.get(key) == value for entry in entries)}

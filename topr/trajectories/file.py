@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +13,6 @@ import pyarrow.parquet as pq
 
 from topr.io import InputError, atomic
 from topr.trajectories.rows import open_parquet
-
-if TYPE_CHECKING:
-    from topr.policy import Policy
 
 
 @dataclass
@@ -119,8 +116,13 @@ def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple
     yield tokens > max_tokens, f"{problem}; raise data.microbatch_tokens or drop the row"
 
 
-def add_log_probs(policy: "Policy", trajectories: list[Trajectory], microbatch_tokens: int) -> None:
-    """Score log mu of trajectories in place, by the forward that trains."""
+def agreed(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The items that all dictionaries share."""
+    return {key: value for key, value in entries[0].items() if all(entry.get(key) == value for entry in entries)}
+
+
+def add_log_probs(policy: Any, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
+    """Score log mu of trajectories in place by a `Policy`, with the forward that trains."""
     from topr.policy import score
 
     prompts, responses = ([np.array(getattr(t, name)) for t in trajectories] for name in ("prompt_ids", "response_ids"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,6 @@ def import_file(
     token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
 
     Args:
-        source: JSON lines, Parquet, or a hub data set owner/name[/config]:split
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
         precision: of the forward that scores; best that of the training to come
@@ -71,17 +71,10 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
     if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
         gold = row.get("gts", row.get("gold"))
         row = {key: row[key] for key in row.keys() - {"gts", "reward"}} | {"gold": gold}
-    *prompt_key, key, last = form = _format(row)
-    if form[0] == "input":
-        warnings.warn(DUMP, stacklevel=3)
-    if unused := sorted(row.keys() - {*form, *OPTIONAL}):
-        warnings.warn(f"keys without a meaning are ignored: {', '.join(unused)}", stacklevel=3)
     graded: dict[str, Any] = {"valid": row.get("valid")}
     graded |= {name: str(row[name]) for name in ("answer", "gold") if isinstance(row.get(name), OPTIONAL[name])}
-    rewards = {key: 1.0, last: -1.0} if last == "rejected" else {key: _reward(row[last], last)}
-    found = []
-    for key, reward in rewards.items():
-        prompt, response = _exchange(row[prompt_key[0]] if prompt_key else None, row[key], key)
+    trajectories = []
+    for prompt, response, reward in _exchanges(row):
         text, prompt_ids = encode_prompt(prompt, tokenizer)
         response_ids, finished = encode(response, tokenizer, special=False), row.get("finished", True)
         if not prompt_ids or not (response_ids or finished):
@@ -95,56 +88,57 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
         # a hash of the text: a prompt has the same id in every file
         prompt_id = str(row.get("prompt_id", f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:12]}"))
         names = prompt_id, str(row.get("group", prompt_id)), text
-        found.append(Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded))
-    if found[0].prompt != found[-1].prompt:
+        trajectories.append(Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded))
+    if trajectories[0].prompt != trajectories[-1].prompt:
         raise InputError("chosen and rejected must differ in their last message alone")
-    return found
+    return trajectories
 
 
-def _format(row: dict[str, Any]) -> tuple[str, ...]:
-    """The format whose keys include those of every other one that fits."""
-    fits = [form for form in FORMATS if set(form) <= row.keys()]
-    best = max(fits, key=len, default=())
-    if not best or any(set(form) - set(best) for form in fits):
-        found = f"the keys {', '.join(sorted(row)[:9]) or '(none)'} are those of {len(fits) or 'no'} formats"
-        raise InputError(f"{found}; expected those of one: {'; '.join(', '.join(form) for form in FORMATS)}")
-    return best
-
-
-def _reward(value: Any, key: str) -> float:
-    """A reward as a number; true is +1 and false -1."""
+def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str, float]]:
+    """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1."""
     from topr.losses import LARGEST
 
-    if isinstance(value, bool):
-        return 1.0 if value else -1.0
-    if key != "label" and isinstance(value, int | float) and abs(value) <= LARGEST:
-        return float(value)
-    raise InputError(f"key {key!r} holds {value!r:.20}, expected a boolean or (no label) a number up to {LARGEST:.0f}")
-
-
-def _exchange(prompt: Any, response: Any, key: str) -> tuple[str | list[dict], str]:
-    """A prompt, as text or messages, and the text of its response, which may come as the end of a conversation."""
-    if prompt is None or not isinstance(response, str):
-        *before, last = _messages(response, key)
-        if prompt is None or prompt in [message["content"] for message in before]:  # it repeats the question
-            prompt, before = before, []
-        if before or last["role"] != "assistant":
-            raise InputError(f"key {key!r} must end in the one assistant message that has the reward")
-        response = last["content"]
-    if not isinstance(prompt, str):
-        prompt = _messages(prompt, "prompt")
-        if prompt[-1]["role"] == "assistant":
-            raise InputError("the prompt ends in an assistant message; the response must answer another role")
-    return prompt, response
+    fits = [form for form in FORMATS if set(form) <= row.keys()]
+    form = max(fits, key=len, default=())
+    if not form or any(set(other) - set(form) for other in fits):
+        found = f"the keys {', '.join(sorted(row)[:9]) or '(none)'} are those of {len(fits) or 'no'} formats"
+        raise InputError(f"{found}; expected those of one: {'; '.join(map(', '.join, FORMATS))}")
+    if form[0] == "input":
+        warnings.warn(DUMP, stacklevel=4)
+    if unused := sorted(row.keys() - {*form, *OPTIONAL}):
+        warnings.warn(f"keys without a meaning are ignored: {', '.join(unused)}", stacklevel=4)
+    *prompt_key, key, last = form
+    if last == "rejected":
+        rewards = {key: 1.0, last: -1.0}
+    elif isinstance(row[last], bool):
+        rewards = {key: 1.0 if row[last] else -1.0}
+    elif last != "label" and isinstance(row[last], int | float) and abs(row[last]) <= LARGEST:
+        rewards = {key: float(row[last])}
+    else:
+        expected = f"a boolean or (no label) a number up to {LARGEST:.0f}"
+        raise InputError(f"key {last!r} holds {row[last]!r:.20}, expected {expected}")
+    for key, reward in rewards.items():
+        prompt, response = row[prompt_key[0]] if prompt_key else None, row[key]
+        if prompt is None or not isinstance(response, str):
+            *before, answer = _messages(response, key)
+            if prompt is None or prompt in [message["content"] for message in before]:  # it repeats the question
+                prompt, before = before, []
+            if before or answer["role"] != "assistant":
+                raise InputError(f"key {key!r} must end in the one assistant message that has the reward")
+            response = answer["content"]
+        if not isinstance(prompt, str):
+            prompt = _messages(prompt, "prompt")
+            if prompt[-1]["role"] == "assistant":
+                raise InputError("the prompt ends in an assistant message; the response must answer another role")
+        yield prompt, response, reward
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     """Chat messages; apply_chat_template ignores the null keys that Parquet adds."""
     messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"key {key!r} holds {value!r:.40}, expected chat messages, or text beside a prompt")
-    for message in messages:
+    for message in messages if isinstance(messages, list) and messages else [value]:
         content = message.get("content") if isinstance(message, dict) and message.get("role") in ROLES else None
         if not isinstance(content, str):
-            raise InputError(f"key {key!r} holds {message!r:.60}, expected content and a role of {', '.join(ROLES)}")
+            expected = f"chat messages with content and a role of {', '.join(ROLES)}, or text beside a prompt"
+            raise InputError(f"key {key!r} holds {message!r:.60}, expected {expected}")
     return messages

@@ -50,16 +50,16 @@ def load_rows(source: str | Path, required: Types, optional: Types | None = None
 
 
 @contextmanager
-def open_parquet(path: str | Path, remedy: str = REMEDY) -> Iterator[pq.ParquetFile]:
+def open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file, not buffered ahead, checksums verified; raises InputError if pyarrow rejects it or its rows."""
-    check_file(path, remedy)
+    check_file(path, REMEDY)
     try:
         with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
             yield file
     except InputError:
         raise
     except (OSError, ValueError, KeyError, OverflowError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}; {remedy}") from error
+        raise InputError(f"{path} cannot be read: {first_line(error)}; {REMEDY}") from error
 
 
 def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
