@@ -1,12 +1,10 @@
 """Cached jobs in parallel processes. A result is used again only by the same code, setting and libraries."""
 
 import ast
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 import time
 import warnings
@@ -16,6 +14,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -25,9 +24,11 @@ import torch
 from topr.distributed import die_with_parent
 from topr.io import InputError, write_text
 from topr.reproduce.experiments import Experiment
-from topr.reproduce.settings import SHIPPED, Setting
+from topr.tasks.arithmetic.task import Arithmetic, configured
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+SHIPPED = ROOT / "data" / "arithmetic"
 
 
 def digest(*values: Any) -> str:
@@ -36,17 +37,12 @@ def digest(*values: Any) -> str:
 
 @cache
 def code_digest(package: Path = PACKAGE) -> str:
-    """Digest of the library versions and of the code that decides results, without comments and docstrings."""
+    """Digest of the library versions and of the code that decides results, whatever its comments and layout."""
     found = [version("torch"), version("transformers")]
     for path in sorted(package.rglob("*.py")):
         if path.name == "report.py" or (path.parent.name == "reproduce" and path.stem not in ("experiments", "jobs")):
             continue  # these choose jobs, combine their results and draw them
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-                del body[0]
-        found += [str(path.relative_to(package)), ast.dump(tree)]
+        found += [str(path.relative_to(package)), ast.dump(ast.parse(path.read_text()))]
     return digest(found)
 
 
@@ -58,29 +54,18 @@ def commit() -> str | None:
 
 
 class JobCache:
-    """Runs experiments in `workers` processes; keeps results under `out` and computes only those that are missing.
+    """Runs experiments in `workers` processes; keeps results under `out` and computes only those that are missing."""
 
-    Raises:
-        InputError: another command uses `out`.
-    """
-
-    def __init__(self, out: Path, workers: int, setting: Setting):
-        read = [str(vars(setting.task)), setting.optimizer.__name__, setting.base]  # by the jobs
-        self.folder, self.workers, self.setting = out / digest(code_digest(), read), workers, setting
+    def __init__(self, out: Path, workers: int, setting: SimpleNamespace):
+        self.task = configured(ROOT / setting.config) if setting.config else Arithmetic()
+        self.folder = out / digest(code_digest(), str(vars(self.task)), setting.optimizer, setting.base)
+        self.workers, self.optimizer, self.base = workers, getattr(torch.optim, setting.optimizer), setting.base
         self.used: dict[Path, dict[str, Any]] = {}  # results by file
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = (out / "lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        except BlockingIOError:
-            raise InputError(f"another command is running under {out}; wait for it or name another --out") from None
-        shutil.rmtree(self.folder / "scratch", ignore_errors=True)  # of a command that was killed
-        (self.folder / "scratch").mkdir()
 
     def run(self, experiment: Callable, runs: dict[str, dict], seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
         """The results of a method of `Experiment` with the arguments of each run, for every seed; by label."""
-        if self.setting.base and experiment is not Experiment.make_base:  # all others start from its results
-            self.run(Experiment.make_base, {"base policy": self.setting.base}, seeds)
+        if self.base and experiment is not Experiment.make_base:  # all others start from its results
+            self.run(Experiment.make_base, {"base policy": self.base}, seeds)
         files = {
             (label, seed): self.folder / "results" / f"{digest(experiment.__name__, seed, arguments)}.json"
             for label, arguments in runs.items()
@@ -88,11 +73,10 @@ class JobCache:
         }
         missing = {file: cell for cell, file in files.items() if not file.exists()}
         parallel = joblib.Parallel(self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent)
-        bases = {seed: self.folder / "bases" / str(seed) if self.setting.base else SHIPPED for seed in seeds}
-        calls = (
-            joblib.delayed(perform)(experiment, Experiment(bases[seed], self.setting, seed), label, runs[label], file)
-            for file, (label, seed) in missing.items()
-        )
+        bases = {seed: self.folder / "bases" / str(seed) if self.base else SHIPPED for seed in seeds}
+        of_seed = {seed: Experiment(bases[seed], self.task, self.optimizer, seed) for seed in seeds}
+        call = joblib.delayed(perform)
+        calls = (call(experiment, of_seed[seed], label, runs[label], file) for file, (label, seed) in missing.items())
         for i, line in enumerate(parallel(calls), 1):
             print(f"[{i}/{len(missing)}] {line}", flush=True)
         self.used |= {file: json.loads(file.read_text()) for file in files.values() if file not in self.used}
@@ -110,7 +94,7 @@ def perform(experiment: Callable, job: Experiment, label: str, arguments: dict[s
     torch.set_num_threads(1)  # as fast as more for policies of this size
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     start, name = time.process_time(), f"{label}, seed {job.seed}"
-    with TemporaryDirectory(dir=file.parents[1] / "scratch") as scratch, open(os.devnull, "w") as null:
+    with TemporaryDirectory() as scratch, open(os.devnull, "w") as null:
         job.scratch, datasets.config.HF_DATASETS_CACHE = Path(scratch), Path(scratch) / "datasets"
         with redirect_stdout(null), warnings.catch_warnings(action="ignore"):
             try:
