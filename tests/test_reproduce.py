@@ -21,8 +21,19 @@ from topr.evaluation.report import cell, is_summary
 from topr.io import DivergedError, InputError
 from topr.reproduce import claims, experiments
 from topr.reproduce.experiments import DIVERGED, Experiment
-from topr.reproduce.jobs import SHIPPED, JobCache, code_digest
-from topr.reproduce.study import SETTINGS, START, Study, above, below, best, differences, over_seeds, verdict
+from topr.reproduce.study import (
+    SETTINGS,
+    SHIPPED,
+    START,
+    Study,
+    above,
+    below,
+    best,
+    code_digest,
+    differences,
+    over_seeds,
+    verdict,
+)
 from topr.tasks import Arithmetic
 
 CLAIMS = ROOT / "data" / "claims"
@@ -89,11 +100,11 @@ def test_a_peak_of_noise_is_no_rise():
 # the claims' criteria, on results made up
 
 
-class Results:
-    """Stands for a job cache: each result is made up by `make(experiment, arguments, seed)`."""
+class Results(Study):
+    """A study whose results are made up by `make(experiment, arguments, seed)`."""
 
-    def __init__(self, make):
-        self.make, self.asked = make, []
+    def __init__(self, make, given, seeds):
+        self.make, self.setting, self.seeds, self.asked = make, given, seeds, []
 
     def run(self, experiment, runs, seeds):
         self.asked += [(experiment.__name__, label, run, seed) for label, run in runs.items() for seed in seeds]
@@ -125,7 +136,7 @@ def fitted(experiment, run, seed):
 
 
 def study(make=fitted, **changes) -> Study:
-    return Study(Results(make), setting(**changes), [1, 2, 3])
+    return Results(make, setting(**changes), [1, 2, 3])
 
 
 def test_each_method_is_measured_at_its_own_best_rate():
@@ -133,11 +144,11 @@ def test_each_method_is_measured_at_its_own_best_rate():
     runs, grid = of.method_runs, of.grid
     assert best(grid["TOPR"]) == 3e-4 and best(grid["REINFORCE"]) == 1e-4
     assert best({1e-4: 0.2, 3e-4: 0.9, 1e-3: 0.5}) == 3e-4
-    asked = {label: run for name, label, run, _ in of.cache.asked if name == "train" and "points" in run}
+    asked = {label: run for name, label, run, _ in of.asked if name == "train" and "points" in run}
     assert asked["TOPR"] == {"loss": ["TOPR", {}], "rate": 3e-4, "points": 8, "split": "test", "samples": 16}
     assert asked["REINFORCE, two epochs"]["epochs"] == 2 and asked["REINFORCE, two epochs"]["rate"] == 1e-4
     assert asked["REINFORCE, TOPR's rate"]["rate"] == 3e-4 and list(runs) == [START, *asked]
-    tuned = [(run, seed) for _, label, run, seed in of.cache.asked if label.startswith("grid")]
+    tuned = [(run, seed) for _, label, run, seed in of.asked if label.startswith("grid")]
     assert all(run["split"] == "val" for run, _ in tuned) and {seed for _, seed in tuned} == {1, 2}
     budget = study(budget=8).method("TOPR")
     assert budget == {"curation": {"way": "uniform", "budget": 8}, "loss": ["TOPR", {}]}
@@ -258,9 +269,9 @@ def test_rows_with_a_place_in_their_label_are_points_of_a_series():
 # the jobs
 
 
-def make_base(experiment, train, **base):
+def make_base(experiment, **base):
     experiment.folder.mkdir(parents=True)
-    return {"message": f"{train} problems"}
+    return {}
 
 
 def job(experiment, value=1, fail=False):
@@ -273,14 +284,14 @@ def job(experiment, value=1, fail=False):
     print("not shown")
     if fail and not (calls / "fixed").exists():
         raise InputError("too bad")
-    return {"value": value, "message": f"value {value}", "scratch": str(experiment.scratch)}
+    return {"value": value, "scratch": str(experiment.scratch)}
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Makes job caches one after another under one folder; base policies are empty folders."""
     monkeypatch.setattr(Experiment, "make_base", make_base)
-    return lambda regime="standard", **changes: JobCache(tmp_path, 1, setting(regime, **changes))
+    return lambda regime="standard", **changes: Study(tmp_path, 1, setting(regime, **changes), [1, 2])
 
 
 def test_a_job_is_done_once_and_known_by_its_arguments_and_seed(cache, capsys):
@@ -288,8 +299,8 @@ def test_a_job_is_done_once_and_known_by_its_arguments_and_seed(cache, capsys):
     found = jobs.run(job, {"a": {"value": 1}, "b": {"value": 2}, "c": {"value": 1}}, [1, 2])
     assert [result["value"] for result in found["b"]] == [2, 2] and found["a"] == found["c"]
     shown = capsys.readouterr().out
-    assert "[4/4] b, seed 2: value 2 (0 s)" in shown and "not shown" not in shown
-    assert shown.index("[2/2] base policy, seed 2: 500 problems") < shown.index("[1/4]")
+    assert "[4/4] b, seed 2 (0 s)" in shown and "not shown" not in shown
+    assert shown.index("[2/2] base policy, seed 2 (0 s)") < shown.index("[1/4]")
     assert (calls := jobs.folder / "bases" / "calls").read_text() == "1212"
     again = cache().run(job, {"another label": {"value": 2}, "new": {"value": 3}}, [2])
     assert again["another label"][0] == found["b"][1] and calls.read_text() == "12122"
@@ -386,13 +397,13 @@ def test_a_base_policy_is_made_whole_and_once(tmp_path, monkeypatch):
 
 
 def test_a_quick_study_starts_from_what_is_shipped(cache):
-    found = cache("quick").run(lambda experiment: {"message": str(experiment.folder)}, {"a": {}}, [3])
-    assert found["a"][0]["message"] == str(SHIPPED)
+    found = cache("quick").run(lambda experiment: {"folder": str(experiment.folder)}, {"a": {}}, [3])
+    assert found["a"][0]["folder"] == str(SHIPPED)
 
 
 def test_a_diverged_policy_has_no_valid_responses(experiment):
     found = experiment.measure(None, "test", 4)
-    assert found["message"] == "diverged" and found["result"] == {k: [v] * 5 for k, v in DIVERGED.items()}
+    assert found["result"] == {k: [v] * 5 for k, v in DIVERGED.items()}
 
 
 def test_a_training_that_diverges_has_a_whole_curve(experiment, monkeypatch):
@@ -413,7 +424,7 @@ def test_a_training_that_diverges_has_a_whole_curve(experiment, monkeypatch):
     monkeypatch.setattr(experiments.lightning, "Trainer", Trainer)
     found = experiment.train("test", 2, ["IS", {}], rate=1e30, points=2, epochs=2)
     assert [point["pass@1"] for point in found["curve"]] == [0.3, 0, 0, 0, 0, 0] and found["curve"][1]["invalid"] == 1
-    assert found["message"] == "diverged" and np.mean(found["result"]["invalid"]) == 1
+    assert np.mean(found["result"]["invalid"]) == 1
     assert found["logged"]["weight/positives_truncated"] == [0.5] and found["positive_share"] == 0.5
     json.dumps(found, allow_nan=False)
     monkeypatch.setattr(experiment, "measure", lambda policy, *_: {"result": {"pass@1": policy is None}})
@@ -431,8 +442,8 @@ def test_a_training_that_diverges_is_a_result(experiment, monkeypatch):
     for rate in (1e-6, 1e30):
         found = experiment.train("test", 2, ["IS", {}], rate=rate, curation=few, points=2, epochs=2)
         accuracy = [point["pass@1"] for point in found["curve"]]
-        assert len(accuracy) == 5 and (found["steps"] == 16) == (found["message"] != "diverged") == (rate < 1)
-        assert rate < 1 or accuracy[-1] == 0 and np.mean(found["result"]["invalid"]) == 1
+        assert len(accuracy) == 5 and (found["steps"] == 16) == (rate < 1)
+        assert (accuracy[-1] == 0) == (np.mean(found["result"]["invalid"]) == 1) == (rate > 1)
 
 
 # the command
@@ -443,7 +454,7 @@ def reported(tmp_path, monkeypatch, run):
     """Run the command on results made up, and return its report."""
 
     def report(*arguments) -> tuple[dict, str, str]:
-        monkeypatch.setattr(command, "JobCache", lambda *_: Results(fitted))
+        monkeypatch.setattr(command, "Study", lambda out, workers, given, seeds: Results(fitted, given, seeds))
         code, out, err = run(command.main, "--out", tmp_path / "out", *arguments)
         assert code == 0, err
         folder = next(path.parent for path in (tmp_path / "out").rglob("claims.json"))

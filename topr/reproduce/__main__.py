@@ -14,7 +14,6 @@ from jsonargparse.typing import PositiveInt
 from topr.evaluation.report import draw, table
 from topr.io import ArgumentParser, InputError, check_counts, check_folder, command, write_text
 from topr.reproduce.claims import CLAIMS
-from topr.reproduce.jobs import JobCache
 from topr.reproduce.study import SETTINGS, Rows, Study, best, verdict
 
 
@@ -34,7 +33,6 @@ def reproduce(
         regime: the embedded setting; strong has a strong base policy of high entropy, and SGD
         out: folder; the report is in a folder under it
         workers: number of processes
-        quick: take minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates
     """
     if quick and regime != "standard":
         raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
@@ -48,7 +46,7 @@ def reproduce(
     check_counts("--", least=2, seeds=seeds)  # one has no interval
     check_folder("--out", out)
     folder = (out / "quick" if quick else out) / regime
-    study = Study(JobCache(out / "cache", workers, setting), setting, list(range(1, seeds + 1)))
+    study = Study(out / "cache", workers, setting, list(range(1, seeds + 1)))
     options = f"--claims {','.join(map(str, numbers))} --seeds {seeds} --regime {regime}" + " --quick" * quick
     report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": processor()}
     report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": vars(setting), "claims": []}
@@ -62,7 +60,7 @@ def reproduce(
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
         draw(folder / f"claim_{number}.png", series(found.pop("figure") or claim.measured))
         report["claims"].append(found)
-        text = json.dumps(report | study.cache.provenance(), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n"
         write_text(folder / "claims.json", text)
         write_text(folder / "claims.md", markdown(json.loads(text)))
         answers = "; ".join(f"{part}: {answer}" for part, answer in found["parts"].items())
@@ -109,7 +107,9 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__)
     parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
-    parser.add_argument("--quick", action="store_true", help="take minutes: the shipped base policy, little of all")
+    parser.add_argument(
+        "--quick", action="store_true", help="take minutes: shipped base policy, two rates, few samples"
+    )
     with command():
         reproduce(**vars(parser.parse_args()))
 

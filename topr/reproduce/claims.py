@@ -15,8 +15,6 @@ from topr.reproduce.study import START, Claim, Rows, Study, above, below, best, 
 from topr.reproduce.study import summaries  # isort: skip
 
 LONG, FAST = "REINFORCE, two epochs", "REINFORCE, TOPR's rate"
-LIMITS = ("a_plus", "b_plus", "a_minus", "b_minus")
-CLIPPING = {"IS, clip 1": (0, 1, 0, 1), "IS, clip 100": (0, 100, 0, 100), "TOPR, clip 100": (1, 1, 0, 100)}
 UNIFORM, KARENINA, SAME_RATE = "uniform", "Anna Karenina", "uniform, Anna Karenina's rate"
 
 
@@ -150,7 +148,7 @@ def loose_clipping(study: Study) -> Claim:
     """
     setting, changes, parts = study.setting, Rows(), {}
     data = {"curation": {"way": "share", "share": 0.4, "total": setting.total}}
-    runs = {name: data | {"loss": ["TOPR", dict(zip(LIMITS, CLIPPING[name], strict=True))]} for name in CLIPPING}
+    runs = {name: study.method(name) | data for name in ("IS, clip 1", "IS, clip 100", "TOPR, clip 100")}
     grid, rates = study.tune(runs, setting.tuning_seeds), setting.rates
     trainings = {f"{name} at rate {rate:g}": runs[name] | {"rate": rate} for rate in rates for name in runs}
     ends = study.train(trainings, min(8, setting.samples))
@@ -175,7 +173,7 @@ def iterations(study: Study) -> Claim:
     given = {"count": 4, "split": "test", "samples": min(8, study.setting.samples)}
     chains = {name: run | given | {"rate": best(grid[name])} for name, run in runs.items()}
     chains[SAME_RATE] = chains[UNIFORM] | {"rate": chains[KARENINA]["rate"]}
-    found = study.cache.run(Experiment.iterate, chains, study.seeds)
+    found = study.run(Experiment.iterate, chains, study.seeds)
     label, steps = "{} at iteration {}".format, range(1, 5)
     ends = {
         label(name, i): [{"result": chain["results"][i]} for chain in found[name]] for name in chains for i in range(5)
@@ -200,7 +198,7 @@ def verifier(study: Study) -> Claim:
     """
     grid = study.tune({"TOPR": study.method("TOPR")}, study.setting.tuning_seeds)  # of the arithmetic itself
     run = {"rate": best(grid["TOPR"]), "samples": 8, "critiques": 4, "steps": study.setting.verifier_steps}
-    results = study.cache.run(Experiment.verify, {"verifier": run}, study.seeds)["verifier"]
+    results = study.run(Experiment.verify, {"verifier": run}, study.seeds)["verifier"]
     before, after = by_seed(results, "before"), by_seed(results, "after")
     votes = pd.DataFrame({f"@{k}": after[f"weighted@{k}"] - after[f"maj@{k}"] for k in (4, 8)})
     changes = {"after minus before": row(after - before), "after: weighted minus majority": row(votes)}

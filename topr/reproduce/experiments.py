@@ -54,7 +54,7 @@ class Experiment:
         if not self.folder.exists():  # it does if a command was killed before it wrote the result
             with atomic(self.folder) as made:
                 make(self.task, made, self.seed, **base)
-        return {"message": "made"}
+        return {}
 
     def train(
         self, split: str, samples: int, loss: list | None, rate: float = 0.0, curation: dict | None = None, **more: Any
@@ -104,12 +104,12 @@ class Experiment:
 
         Before and after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each.
         """
-        policy, verifier, judge = (
+        policy, base, data = (
             load_policy(str(self.folder / "base")),
-            ArithmeticVerifier(),
-            ArithmeticVerifier(balance=False),
+            self.scratch / "base",
+            self.scratch / "data.parquet",
         )
-        base, data = self.scratch / "base", self.scratch / "critiques.parquet"
+        verifier, judge = ArithmeticVerifier(), ArithmeticVerifier(balance=False)
         solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
 
         def judged(policy: Policy) -> dict[str, Any]:
@@ -130,9 +130,7 @@ class Experiment:
         trained, _ = self.fit(base, data, rate, task=verifier)
         if trained is None:
             raise InputError(f"training the verifier diverged at the learning rate {rate:g}; lower it")
-        before, after = judged(policy), judged(trained)
-        message = f"accuracy {100 * before['accuracy']:.1f} to {100 * after['accuracy']:.1f}"
-        return {"before": before, "after": after, "message": message}
+        return {"before": judged(policy), "after": judged(trained)}
 
     def fit(
         self, policy: Path, data: Path, rate: float, loss: losses.Loss | None = None, points: int = 0, epochs: int = 1,
@@ -174,10 +172,7 @@ class Experiment:
         """pass@1, maj@samples and invalid of each problem; None stands for a policy that has diverged."""
         problems = self.task.problems(self.folder / f"{split}.jsonl")
         if policy is None:
-            result = {name: [value] * len(problems) for name, value in DIVERGED.items()}
-        else:
-            values = per_problem(sample(policy, self.task, problems, samples, derived_seed(self.seed, 7)))
-            columns = zip(DIVERGED, ("pass@1", f"maj@{samples}", "invalid"), strict=True)
-            result = {name: values[column].round(6).tolist() for name, column in columns}
-        message = ", ".join(f"{name} {100 * np.mean(column):.1f}" for name, column in result.items())
-        return {"result": result, "message": message if policy else "diverged"}
+            return {"result": {name: [value] * len(problems) for name, value in DIVERGED.items()}}
+        values = per_problem(sample(policy, self.task, problems, samples, derived_seed(self.seed, 7)))
+        columns = zip(DIVERGED, ("pass@1", f"maj@{samples}", "invalid"), strict=True)
+        return {"result": {name: values[column].round(6).tolist() for name, column in columns}}

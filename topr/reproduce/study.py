@@ -1,20 +1,39 @@
-"""What the claims share: settings, runs on every seed, learning rates, intervals over seeds, verdicts."""
+"""What the claims share: cached jobs in parallel processes, learning rates, intervals over seeds, verdicts."""
 
+import ast
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import redirect_stdout
+from functools import cache, cached_property, partial
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import datasets
+import joblib
 import numpy as np
 import pandas as pd
+import torch
 import yaml
 from scipy import stats
 
+from topr.distributed import die_with_parent
+from topr.io import InputError, write_text
 from topr.reproduce.experiments import Experiment
-from topr.reproduce.jobs import JobCache
+from topr.tasks.arithmetic.task import Arithmetic, configured
 
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+SHIPPED = ROOT / "data" / "arithmetic"
 Results = list[dict[str, Any]]  # of one run, a result for each seed
 Rows = dict[str, dict[str, Any]]  # of a table: a summary over seeds for each metric
 Scores = dict[str, dict[float, float]]  # mean validation pass@1 by label and learning rate
@@ -81,24 +100,75 @@ def best(scores: dict[float, float]) -> float:
     return max(scores, key=lambda rate: scores[rate])
 
 
-@dataclass
-class Study:
-    """A setting and the seeds that are reported."""
+def digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
-    cache: JobCache
-    setting: SimpleNamespace  # keys as in settings.yaml
-    seeds: list[int]
+
+@cache
+def code_digest(package: Path = PACKAGE) -> str:
+    """Digest of the library versions and of the code that decides results, whatever its comments and layout."""
+    found = [version("torch"), version("transformers")]
+    for path in sorted(package.rglob("*.py")):
+        if path.name == "report.py" or (path.parent.name == "reproduce" and path.stem != "experiments"):
+            continue  # these choose jobs, combine their results and draw them
+        found += [str(path.relative_to(package)), ast.dump(ast.parse(path.read_text()))]
+    return digest(found)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this code; None without git."""
+    status, text = subprocess.getstatusoutput(f"git -C '{PACKAGE}' describe --always --dirty")
+    return text if status == 0 else None
+
+
+class Study:
+    """Runs experiments of a setting (its keys: settings.yaml) in `workers` processes, and keeps results under `out`."""
+
+    def __init__(self, out: Path, workers: int, setting: SimpleNamespace, seeds: list[int]):
+        self.workers, self.setting, self.seeds = workers, setting, seeds
+        self.task = configured(ROOT / setting.config) if setting.config else Arithmetic()
+        self.folder = out / digest(code_digest(), str(vars(self.task)), setting.optimizer, setting.base)
+        self.used: dict[Path, dict[str, Any]] = {}  # results by file
+
+    def run(self, experiment: Callable, runs: dict[str, dict], seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
+        """The results of a method of `Experiment` with the arguments of each run, for every seed; by label."""
+        if self.setting.base and experiment is not Experiment.make_base:  # all others start from its results
+            self.run(Experiment.make_base, {"base policy": self.setting.base}, seeds)
+        files = {
+            (label, seed): self.folder / f"results/{digest(experiment.__name__, seed, runs[label])}.json"
+            for label, seed in product(runs, seeds)
+        }
+        missing = {file: cell for cell, file in files.items() if not file.exists()}
+        parallel = joblib.Parallel(self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent)
+        call, of_seed = joblib.delayed(perform), {seed: self.experiment(seed) for seed in seeds}
+        calls = (call(experiment, of_seed[seed], label, runs[label], file) for file, (label, seed) in missing.items())
+        for i, line in enumerate(parallel(calls), 1):
+            print(f"[{i}/{len(missing)}] {line}", flush=True)
+        self.used |= {file: json.loads(file.read_text()) for file in files.values() if file not in self.used}
+        return {label: [self.used[files[label, seed]] for seed in seeds] for label in runs}
+
+    def experiment(self, seed: int) -> Experiment:
+        """Experiments of a seed, on its own base policy or on the shipped one."""
+        folder = self.folder / "bases" / str(seed) if self.setting.base else SHIPPED
+        return Experiment(folder, self.task, getattr(torch.optim, self.setting.optimizer), seed)
+
+    def provenance(self) -> dict[str, Any]:
+        """The present commit, the commits that measured the results used, and the CPU time of these."""
+        commits = sorted({str(result["commit"]) for result in self.used.values()})
+        minutes = round(sum(result["cpu_s"] for result in self.used.values()) / 60)
+        return {"commit": commit(), "measured_at": ", ".join(commits), "cpu_minutes": minutes}
 
     def train(self, runs: dict[str, dict], samples: int) -> dict[str, Results]:
         """The base policies, and trainings from them, on the test problems."""
         test, runs = {"split": "test", "samples": samples}, {START: {"loss": None}} | runs
-        return self.cache.run(Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds)
+        return self.run(Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds)
 
     def tune(self, runs: dict[str, dict], seeds: int, experiment: Callable = Experiment.train) -> Scores:
         """Mean validation pass@1 at the end, over the first seeds, at each learning rate of the grid."""
         given, rates = {"split": "val", "samples": 4}, self.setting.rates
         cells = {f"grid, {name}, rate {rate:g}": given | runs[name] | {"rate": rate} for name in runs for rate in rates}
-        ends = iter(self.cache.run(experiment, cells, self.seeds[:seeds]).values())
+        ends = iter(self.run(experiment, cells, self.seeds[:seeds]).values())
         return {name: {rate: round(by_seed(next(ends))["pass@1"].mean(), 4) for rate in rates} for name in runs}
 
     def method(self, name: str) -> dict[str, Any]:
@@ -119,3 +189,20 @@ class Study:
         more = {"REINFORCE, two epochs": rated["REINFORCE"] | {"epochs": 2}}  # the longest first
         more |= {"REINFORCE, TOPR's rate": rated["REINFORCE"] | {"rate": rated["TOPR"]["rate"]}}
         return self.train(more | rated, self.setting.samples)
+
+
+def perform(experiment: Callable, job: Experiment, label: str, arguments: dict[str, Any], file: Path) -> str:
+    """Run a job with one thread and without output, and write its result; the progress line."""
+    torch.set_num_threads(1)  # as fast as more for policies of this size
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    start, name = time.process_time(), f"{label}, seed {job.seed}"
+    with TemporaryDirectory() as scratch, open(os.devnull, "w") as null:
+        job.scratch, datasets.config.HF_DATASETS_CACHE = Path(scratch), Path(scratch) / "datasets"
+        with redirect_stdout(null), warnings.catch_warnings(action="ignore"):
+            try:
+                found = experiment(job, **arguments)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
+    found |= {"label": name, "commit": commit(), "cpu_s": time.process_time() - start}
+    write_text(file, json.dumps(found))
+    return f"{name} ({found['cpu_s']:.0f} s)"

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.evaluation import SamplingJob, sample_and_grade
+from topr.evaluation import derived_seed, sample_and_grade
 from topr.io import check_folder, write_text
 from topr.policy import Policy, export_policy, load_policy, provenance
 from topr.policy.model import check_forward
@@ -82,9 +81,8 @@ def sample(policy: Policy, task: Task, problems: list[Problem], n: int, seed: in
 
 def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> None:
     """Write n graded and scored responses to each problem."""
-    trajectories = sample(policy, task, problems, n, seed)
+    trajectories, sampling = sample(policy, task, problems, n, seed), vars(task.sampling) | {"samples": n, "seed": seed}
     add_log_probs(policy, trajectories, microbatch_tokens=16384)
-    sampling = asdict(task.sampling) | {"samples": n, "seed": seed}
     metadata = provenance(policy.name, "32-true", task=task.name, sampling=sampling, iteration=0)
     write_trajectories(path, trajectories, metadata)
 
@@ -132,12 +130,10 @@ def make_verifier(
 ) -> None:
     """Write a verifier's base policy, made from the one in `data`, and solutions for it to judge under `out`."""
     check_folder("--out", out)
-    base, task = str(data / "base"), Arithmetic()
-    policy = load_policy(base)
+    policy, task = load_policy(str(data / "base")), Arithmetic()
     for split in ("val", "test"):
-        problems = task.problems(data / f"{split}.jsonl")
-        job = SamplingJob(base, task, problems, samples, task.sampling, seed)
-        job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
+        problems, own_seed = task.problems(data / f"{split}.jsonl"), derived_seed(seed, *split.encode())
+        sample_to(out / f"{split}.parquet", policy, task, problems, samples, own_seed)
     teach(policy, task, seed, steps)
     export_policy(policy, out / "base")
     print(f"wrote base, val.parquet and test.parquet under {out}")
