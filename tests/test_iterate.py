@@ -263,7 +263,6 @@ def test_a_command_that_made_no_result_may_be_corrected(train, run):
     [
         (["--iterations=0"], "iterations"),
         (["--seed=-1"], "seed"),
-        (["--budget=7"], "--budget 7 is more than the 6 responses"),
         (["--share=0.1"], "anna_karenina takes --budget"),
         (["--curate=best"], "best"),
         (["--curate=share"], "--share"),

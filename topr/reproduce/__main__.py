@@ -107,9 +107,7 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__)
     parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
-    parser.add_argument(
-        "--quick", action="store_true", help="take minutes: shipped base policy, two rates, few samples"
-    )
+    parser.add_argument("--quick", action="store_true", help="minutes: the shipped base policy, two rates, few samples")
     with command():
         reproduce(**vars(parser.parse_args()))
 

@@ -3,7 +3,7 @@
 The first sentence of a docstring is the claim, the brackets after it are the place in the paper.
 """
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,8 @@ def effective_share(study: Study) -> Claim:
     setting = study.setting
     data = {f"data with {p:.0%} positives": {"way": "share", "share": p, "total": setting.total} for p in (0.1, 0.5)}
     runs = {
-        f"{name} at effective share {share:.0%}": {"loss": ["TOPR", {"positive_share": share}], "curation": curation}
-        for name, curation in data.items()
-        for share in setting.shares
+        f"{name} at effective share {share:.0%}": {"loss": ["TOPR", {"positive_share": share}], "curation": data[name]}
+        for name, share in product(data, setting.shares)
     }
     grid = study.tune(runs, setting.share_tuning_seeds)
     names, trainings = list(data), {label: run | {"rate": best(grid[label])} for label, run in runs.items()}
@@ -174,10 +173,9 @@ def iterations(study: Study) -> Claim:
     chains = {name: run | given | {"rate": best(grid[name])} for name, run in runs.items()}
     chains[SAME_RATE] = chains[UNIFORM] | {"rate": chains[KARENINA]["rate"]}
     found = study.run(Experiment.iterate, chains, study.seeds)
-    label, steps = "{} at iteration {}".format, range(1, 5)
-    ends = {
-        label(name, i): [{"result": chain["results"][i]} for chain in found[name]] for name in chains for i in range(5)
-    }
+    label, steps, ends = "{} at iteration {}".format, range(1, 5), {}
+    for name, i in product(chains, range(5)):
+        ends[label(name, i)] = [{"result": chain["results"][i]} for chain in found[name]]
     changes = differences(ends, *((label(UNIFORM, i), label(UNIFORM, i - 1)) for i in steps))
     gains = [above(gap["pass@1"]) for gap in changes.values()]
     parts = {f"iteration {i} ends above {i - 1}": gains[i - 1] for i in steps[1:]}

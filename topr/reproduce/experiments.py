@@ -104,12 +104,8 @@ class Experiment:
 
         Before and after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each.
         """
-        policy, base, data = (
-            load_policy(str(self.folder / "base")),
-            self.scratch / "base",
-            self.scratch / "data.parquet",
-        )
-        verifier, judge = ArithmeticVerifier(), ArithmeticVerifier(balance=False)
+        policy, data = load_policy(str(self.folder / "base")), self.scratch / "critiques.parquet"
+        base, verifier, judge = self.scratch / "base", ArithmeticVerifier(), ArithmeticVerifier(balance=False)
         solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
 
         def judged(policy: Policy) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.evaluation import derived_seed, sample_and_grade
+from topr.evaluation import SamplingJob, sample_and_grade
 from topr.io import check_folder, write_text
 from topr.policy import Policy, export_policy, load_policy, provenance
 from topr.policy.model import check_forward
@@ -132,8 +132,9 @@ def make_verifier(
     check_folder("--out", out)
     policy, task = load_policy(str(data / "base")), Arithmetic()
     for split in ("val", "test"):
-        problems, own_seed = task.problems(data / f"{split}.jsonl"), derived_seed(seed, *split.encode())
-        sample_to(out / f"{split}.parquet", policy, task, problems, samples, own_seed)
+        problems = task.problems(data / f"{split}.jsonl")
+        job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
+        job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
     teach(policy, task, seed, steps)
     export_policy(policy, out / "base")
     print(f"wrote base, val.parquet and test.parquet under {out}")
