@@ -16,7 +16,7 @@ import train
 from topr.policy import Policy, export_policy
 from topr.policy.tokenizer import encode_prompt
 from topr.tasks import GSM8K
-from topr.tasks.arithmetic.imitation import imitate
+from topr.tasks.arithmetic.making import imitate
 from topr.trajectories import read_trajectories
 from topr.trajectories.__main__ import main as trajectories_main
 

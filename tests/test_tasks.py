@@ -13,7 +13,7 @@ from topr.policy.files import policy_fingerprint
 from topr.policy.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.tasks import Arithmetic, Grade
 from topr.tasks.arithmetic.__main__ import main
-from topr.tasks.arithmetic.imitation import make_tokenizer
+from topr.tasks.arithmetic.making import make_tokenizer
 from topr.tasks.arithmetic.task import Errors, split_of
 from topr.trajectories import read_metadata, read_trajectories
 

@@ -26,7 +26,7 @@ from topr.module import PolicyModule
 from topr.policy import Policy, export_policy, load_policy
 from topr.policy.model import shared_prompts
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic.imitation import SYMBOLS, make_tokenizer
+from topr.tasks.arithmetic.making import SYMBOLS, make_tokenizer
 from topr.trajectories import add_log_probs
 
 LIMITS = {  # Table 1

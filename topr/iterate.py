@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import numpy as np
+import pandas as pd
 import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+from torch.utils.tensorboard import SummaryWriter
 
 from topr.distributed import die_with_parent
 from topr.evaluation import group_by_problem, per_problem, summarise
 from topr.evaluation.pipeline import read_parts
 from topr.evaluation.report import cell, is_summary, write_report
 from topr.io import ArgumentParser, InputError, check_folder, command, write_text
-from topr.tasks import Task
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way
 from topr.trajectories.curate import curate as write_curated
@@ -34,17 +34,17 @@ TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "trainer.logger.init_args"
 SEEDS = 1000  # that follow from one --seed: one for each iteration, and the last for every test
 SET_HERE = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
-# of the configuration, what may change when a command is resumed: where it runs, not what it computes
-MAY_CHANGE: tuple[str, ...]
-MAY_CHANGE = ("model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward")
-MAY_CHANGE += ("model.compile", "data.microbatch_tokens", "data.num_workers", "trainer.enable_progress_bar")
-MAY_CHANGE += ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
+MAY_CHANGE = (  # between a command and its resumption: where it runs, not what it computes
+    "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.enable_progress_bar",
+    "model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward", "model.compile",
+    "data.microbatch_tokens", "data.num_workers",
+)  # fmt: skip
 
 
 def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False) -> str:
-    """Run a stage of train.py in a process of its own, which ends before this one does: what it prints, if `read`.
+    """Run a stage of train.py in a process that ends before this one does; what it prints, if `read`.
 
-    A stage that fails has printed why; SystemExit has its code: 2 for bad input, 143 for a signal, else 1.
+    Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1.
     """
     sys.stdout.flush()
     child = subprocess.Popen(
@@ -61,11 +61,11 @@ def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False
         except BaseException:  # a signal, most likely
             child.terminate()
             raise
-    code = 143 if child.returncode == -signal.SIGTERM else child.returncode
-    if code not in (0, 2, 143):
-        print(f"train.py {stage} ended with code {code}; the same command resumes there", file=sys.stderr)
+    code = {0: 0, 2: 2, 143: 143, -signal.SIGTERM: 143}.get(child.returncode, 1)
+    if code == 1:
+        print(f"train.py {stage} ended with code {child.returncode}; the same command resumes there", file=sys.stderr)
     if code:
-        raise SystemExit(code if code in (2, 143) else 1)
+        raise SystemExit(code)
     return output
 
 
@@ -81,26 +81,11 @@ def load_config(rest: list[str], before_sampling: str | None) -> dict[str, Any]:
     if "TensorBoardLogger" not in str(trainer["logger"]) or trainer["fast_dev_run"]:
         raise InputError("each fit needs a folder: give one TensorBoardLogger, and no trainer.fast_dev_run")
     if "ServerSampler" in str(model["sampler"]) and not before_sampling:
-        raise InputError(
-            "model.sampler is a ServerSampler, but each iteration samples from another policy: give "
-            "--before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
-        )
-    parser = jsonargparse.ArgumentParser()
-    parser.add_argument("task", type=Task)
-    task = parser.instantiate(parser.parse_object({"task": model["task"]})).task
-    for name in ("test", "problems"):
-        if not data[name]:
-            raise InputError(f"data.{name} is not set; topr.iterate needs data.test and data.problems")
-        task.problems(data[name])
+        remedy = "give --before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
+        raise InputError(f"model.sampler is a ServerSampler, but each iteration samples from another policy: {remedy}")
+    if not (data["test"] and data["problems"]):
+        raise InputError("data.test or data.problems is not set; topr.iterate needs both")
     return config
-
-
-def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dictionaries by their dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in nested.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return values
 
 
 def check_settings(out: Path, now: dict[str, Any]) -> None:
@@ -110,10 +95,9 @@ def check_settings(out: Path, now: dict[str, Any]) -> None:
     for key in before | now:
         raised = key == "--iterations" and now[key] > before[key]
         if before.get(key) != now.get(key) and not raised and not key.startswith(MAY_CHANGE):
-            raise InputError(
-                f"{out} holds results with {key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}; give the "
-                "same command (--iterations may be raised), or another --out"
-            )
+            change = f"{key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}"
+            remedy = "give the same command (--iterations may be raised), or another --out"
+            raise InputError(f"{out} holds results with {change}; {remedy}")
     write_text(path, json.dumps(now, indent=2) + "\n")
 
 
@@ -144,13 +128,12 @@ def iterate(
     pool = pool or data["samples"]
     if curate != "share":
         selection["budget"] = selection["budget"] or data["samples"]
-        if selection["budget"] > pool:
-            raise InputError(f"--budget {selection['budget']} is more than the {pool} responses sampled; raise --pool")
     curation = Curation(curate, **selection)
     out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
     check_folder("--out", out)
     own = {"iterations": iterations, "seed": seed, "curate": curate, "pool": pool, **selection}
-    check_settings(out, {f"--{name}": value for name, value in own.items()} | flat(config))
+    settings = pd.json_normalize(config).to_dict("records")[0]  # by dotted key
+    check_settings(out, {f"--{name}": value for name, value in own.items()} | settings)
     served = None
 
     def sample(folder: Path, seed: int, problems: str, samples: int) -> None:
@@ -213,8 +196,6 @@ def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
 
 def write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write the metrics of all tests as a TensorBoard run, anew each time."""
-    from torch.utils.tensorboard import SummaryWriter
-
     shutil.rmtree(folder, ignore_errors=True)
     with SummaryWriter(str(folder)) as writer:
         for row in rows:

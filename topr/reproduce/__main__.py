@@ -3,20 +3,18 @@
 import json
 import os
 import platform
-from dataclasses import replace
+import re
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+
+from jsonargparse.typing import PositiveInt
 
 from topr.evaluation.report import draw, table
 from topr.io import ArgumentParser, InputError, check_counts, check_folder, command, write_text
-from topr.reproduce import applications, methods
-from topr.reproduce.jobs import JobCache
-from topr.reproduce.settings import QUICK, SETTINGS
-from topr.reproduce.study import Rows, Study, best, verdict
-
-CLAIMS = [methods.collapse, methods.clipping, methods.comparison, methods.positives_only]
-CLAIMS += [applications.effective_share, applications.loose_clipping, applications.iterations, applications.verifier]
+from topr.reproduce.claims import CLAIMS
+from topr.reproduce.study import SETTINGS, Rows, Study, best, verdict
 
 
 def reproduce(
@@ -24,7 +22,7 @@ def reproduce(
     seeds: int | None = None,
     regime: Literal["standard", "strong"] = "standard",
     out: Path = Path("runs/claims"),
-    workers: int = os.cpu_count() or 1,
+    workers: PositiveInt = os.cpu_count() or 1,
     quick: bool = False,
 ) -> None:
     """Measure claims, and write the report after each.
@@ -35,26 +33,23 @@ def reproduce(
         regime: the embedded setting; strong has a strong base policy of high entropy, and SGD
         out: folder; the report is in a folder under it
         workers: number of processes
-        quick: take minutes: the shipped base policy for all seeds, short curves, few samples, a grid of two rates
     """
     if quick and regime != "standard":
         raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
-    setting = replace(SETTINGS[regime], **QUICK) if quick else SETTINGS[regime]
-    try:
-        numbers = sorted({int(number) for number in claims.split(",")}) if claims is not None else setting.claims
-    except ValueError:
-        raise InputError(f"--claims {claims!r} is not a list of numbers; write for example 1,2,3") from None
-    if unknown := set(numbers) - set(setting.claims):
-        raise InputError(f"--claims has {min(unknown)}; this regime has {', '.join(map(str, setting.claims))}")
+    setting = SimpleNamespace(**SETTINGS["standard"] | SETTINGS["quick" if quick else regime])
+    known = {str(number): number for number in setting.claims}
+    wanted = set(known if claims is None else claims.split(","))
+    if unknown := wanted - set(known):
+        raise InputError(f"--claims has {min(unknown)!r}; this regime has {','.join(known)}")
+    numbers = [number for name, number in known.items() if name in wanted]
     seeds = seeds if seeds is not None else 2 if quick else 5
     check_counts("--", least=2, seeds=seeds)  # one has no interval
-    check_counts("--", workers=workers)
     check_folder("--out", out)
     folder = (out / "quick" if quick else out) / regime
-    study = Study(JobCache(out / "cache", workers, setting), setting, list(range(1, seeds + 1)))
+    study = Study(out / "cache", workers, setting, list(range(1, seeds + 1)))
     options = f"--claims {','.join(map(str, numbers))} --seeds {seeds} --regime {regime}" + " --quick" * quick
     report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": processor()}
-    report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": str(setting), "claims": []}
+    report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": vars(setting), "claims": []}
     for number in numbers:
         measure = CLAIMS[number - 1]
         statement, _, paper = " ".join(str(measure.__doc__).split()).strip(".)").rpartition(" (")
@@ -65,7 +60,7 @@ def reproduce(
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
         draw(folder / f"claim_{number}.png", series(found.pop("figure") or claim.measured))
         report["claims"].append(found)
-        text = json.dumps(report | study.cache.provenance(), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n"
         write_text(folder / "claims.json", text)
         write_text(folder / "claims.md", markdown(json.loads(text)))
         answers = "; ".join(f"{part}: {answer}" for part, answer in found["parts"].items())
@@ -76,8 +71,8 @@ def reproduce(
 def processor() -> str:
     """The name of the processor, on Linux."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def series(rows: Rows) -> dict[str, Rows]:
@@ -98,9 +93,8 @@ def markdown(report: dict[str, Any]) -> str:
         "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed. A part of a claim is",
         "undecided where its interval contains the bound.\n",
         "| claim | paper | holds here |\n|---|---|---|",
+        *(f"| {c['claim']}. {c['statement']} | {c['paper']} | **{c['holds']}** |" for c in report["claims"]),
     ]
-    for c in report["claims"]:
-        lines.append(f"| {c['claim']}. {c['statement']} | {c['paper']} | **{c['holds']}** |")
     for claim in report["claims"]:
         lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
         lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
@@ -113,7 +107,7 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__)
     parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
-    parser.add_argument("--quick", action="store_true", help="take minutes: the shipped base policy, little of all")
+    parser.add_argument("--quick", action="store_true", help="minutes: the shipped base policy, two rates, few samples")
     with command():
         reproduce(**vars(parser.parse_args()))
 

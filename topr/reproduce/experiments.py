@@ -1,7 +1,7 @@
 """Experiments on the embedded task: base policies, trainings, iterations, verifiers."""
 
-import os
-import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from topr import losses
 from topr.datamodule import TrajectoryDataModule
-from topr.evaluation import derived_seed, per_problem, sample_and_grade
-from topr.io import DivergedError, InputError
+from topr.evaluation import derived_seed, per_problem
+from topr.io import DivergedError, InputError, atomic
 from topr.module import PolicyModule
-from topr.policy import Policy, export_policy, load_policy, provenance
-from topr.reproduce.settings import Setting
+from topr.policy import Policy, export_policy, load_policy
 from topr.sampling import LocalSampler
-from topr.tasks import ArithmeticVerifier, Problem, Task
-from topr.tasks.arithmetic.making import make
-from topr.tasks.arithmetic.verifier import teach
-from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+from topr.tasks import Arithmetic, ArithmeticVerifier, Task
+from topr.tasks.arithmetic.making import make, sample, sample_to, teach
 from topr.trajectories.curate import Curation, Way, curate
 
 TRUNCATED = ["weight/positives_truncated", "weight/negatives_truncated"]  # the logged statistics that are kept
@@ -36,33 +33,28 @@ class Records(DummyLogger):
         self.rows: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append(metrics | {"step": step})
-
-    @property
-    def validations(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "val/pass@1" in row]
+        self.rows.append(metrics)
 
 
+@dataclass
 class Experiment:
     """Experiments of one seed, which decides base policy, data, order and sampling. Results can be written as JSON.
 
     Several take `rate`, the learning rate; `split`, on which policies are measured; `samples`, responses to a problem.
     """
 
-    scratch: Path  # an empty folder, set before an experiment is run
-
-    def __init__(self, folder: Path, setting: Setting, seed: int):
-        self.folder, self.setting, self.task, self.seed = folder, setting, setting.task, seed
-        self.base, self.data = folder / "base", folder / "train.parquet"
+    folder: Path  # with the base policy, its problems and trajectories
+    task: Arithmetic
+    optimizer: Any  # a class of `torch.optim`
+    seed: int
+    scratch: Path = Path()  # an empty folder, set before an experiment is run
 
     def make_base(self, **base: Any) -> dict[str, Any]:
-        """Make a base policy, problems and trajectories; the arguments are those of `Setting.base`."""
-        made = self.scratch / "made"
-        make(self.task, made, self.seed, **base)
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a command that was killed before it wrote the result
-        self.folder.parent.mkdir(exist_ok=True)
-        os.replace(made, self.folder)
-        return {"message": "made"}
+        """Make a base policy, problems and trajectories; the arguments are those of `make`."""
+        if not self.folder.exists():  # it does if a command was killed before it wrote the result
+            with atomic(self.folder) as made:
+                make(self.task, made, self.seed, **base)
+        return {}
 
     def train(
         self, split: str, samples: int, loss: list | None, rate: float = 0.0, curation: dict | None = None, **more: Any
@@ -72,13 +64,13 @@ class Experiment:
         `loss` is name and arguments, None to measure the base policy; `curation` arguments of a `Curation` of the data;
         `more` arguments of `fit`.
         """
-        data = self.data
-        if curation:
-            data = self.scratch / "train.parquet"
-            curate([str(self.data)], data, Curation(**curation, seed=self.seed))
+        base, data = self.folder / "base", self.folder / "train.parquet"
         if loss is None:
-            return self.measure(load_policy(str(self.base)), split, samples)
-        policy, fitted = self.fit(self.base, data, rate, getattr(losses, loss[0])(**loss[1]), **more)
+            return self.measure(load_policy(str(base)), split, samples)
+        if curation:
+            files, data = [str(data)], self.scratch / "train.parquet"
+            curate(files, data, Curation(**curation, seed=self.seed))
+        policy, fitted = self.fit(base, data, rate, getattr(losses, loss[0])(**loss[1]), **more)
         return fitted | self.measure(policy, split, samples)
 
     def iterate(
@@ -88,15 +80,15 @@ class Experiment:
 
         Of `pool` responses to each of the first `prompts` problems (`budget` if `way` is uniform), `budget` are kept.
         """
-        task, policy = self.task, load_policy(str(self.base))
-        problems, drawn = task.problems(self.folder / "train.jsonl")[:prompts], budget if way == "uniform" else pool
+        policy, drawn = load_policy(str(self.folder / "base")), budget if way == "uniform" else pool
+        problems = self.task.problems(self.folder / "train.jsonl")[:prompts]
         ends, shares, updates = [self.measure(policy, split, samples)], [], []
         for i in range(count):
-            files = self.scratch / f"pool-{i}.parquet", self.scratch / f"train-{i}.parquet"
-            sample_to(files[0], policy, task, problems, drawn, derived_seed(self.seed, 11, i))
-            done = curate([str(files[0])], files[1], Curation(way, budget=budget, seed=self.seed), i)
+            sampled, kept = self.scratch / f"pool-{i}.parquet", self.scratch / f"train-{i}.parquet"
+            sample_to(sampled, policy, self.task, problems, drawn, derived_seed(self.seed, 11, i))
+            done = curate([str(sampled)], kept, Curation(way, budget=budget, seed=self.seed), i)
             shares.append(done["after"]["positive_share"])
-            trained, fitted = self.fit(Path(policy.name), files[1], rate)
+            trained, fitted = self.fit(Path(policy.name), kept, rate)
             updates.append(fitted["steps"])
             ends.append(self.measure(trained, split, samples))
             if trained is None:
@@ -112,8 +104,8 @@ class Experiment:
 
         Before and after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each.
         """
-        verifier, judge, policy = ArithmeticVerifier(), ArithmeticVerifier(balance=False), load_policy(str(self.base))
-        folder, data = self.scratch / "base", self.scratch / "critiques.parquet"
+        policy, data = load_policy(str(self.folder / "base")), self.scratch / "critiques.parquet"
+        base, verifier, judge = self.scratch / "base", ArithmeticVerifier(), ArithmeticVerifier(balance=False)
         solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
 
         def judged(policy: Policy) -> dict[str, Any]:
@@ -123,19 +115,18 @@ class Experiment:
             accuracy, invalid = np.mean([np.mean(part, axis=0) for part in by_gold], axis=0).tolist()
             weights = [judge.weight(rows[i : i + critiques]) for i in range(0, len(rows), critiques)]
             votes = per_problem(solutions, [samples // 2, samples], weights)
-            values = {name: column.round(6).tolist() for name, column in votes.items() if name[:3] in ("maj", "wei")}
-            return {"accuracy": accuracy, "invalid": invalid} | values
+            kept = {name: votes[name].round(6).tolist() for name in votes if name.startswith(("maj", "weighted"))}
+            return {"accuracy": accuracy, "invalid": invalid} | kept
 
-        teach(self.task, policy.train(), self.seed, steps)
-        export_policy(policy.eval(), folder)
-        policy = load_policy(str(folder))
-        sample_to(data, policy, verifier, verifier.problems(self.data), 2, derived_seed(self.seed, 13))
-        trained, _ = self.fit(folder, data, rate, task=verifier)
+        teach(policy.train(), self.task, self.seed, steps)
+        export_policy(policy.eval(), base)
+        policy = load_policy(str(base))
+        problems = verifier.problems(self.folder / "train.parquet")
+        sample_to(data, policy, verifier, problems, 2, derived_seed(self.seed, 13))
+        trained, _ = self.fit(base, data, rate, task=verifier)
         if trained is None:
             raise InputError(f"training the verifier diverged at the learning rate {rate:g}; lower it")
-        before, after = judged(policy), judged(trained)
-        message = f"accuracy {100 * before['accuracy']:.1f} to {100 * after['accuracy']:.1f}"
-        return {"before": before, "after": after, "message": message}
+        return {"before": judged(policy), "after": judged(trained)}
 
     def fit(
         self, policy: Path, data: Path, rate: float, loss: losses.Loss | None = None, points: int = 0, epochs: int = 1,
@@ -147,10 +138,8 @@ class Experiment:
         Where training diverged, the curve continues with that of a policy without valid responses.
         """
         records, loss, task = Records(), loss or losses.TOPR(), task or self.task
-        module = PolicyModule(
-            str(policy), task, loss, partial(self.setting.optimizer, lr=rate), LocalSampler(), threads=1
-        )
-        val = str(self.folder / "val.jsonl") if points else None
+        optimizer, val = partial(self.optimizer, lr=rate), str(self.folder / "val.jsonl") if points else None
+        module = PolicyModule(str(policy), task, loss, optimizer, LocalSampler(), threads=1)
         trajectories = TrajectoryDataModule(
             train=str(data), val=val, val_samples=2, sampling=task.sampling, batch_size=64,
             seed=self.seed, policy=str(policy), loss=loss, task=task,
@@ -161,18 +150,16 @@ class Experiment:
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trained: Policy | None = None
-        try:
+        with suppress(DivergedError):
             trainer.fit(module, trajectories)
-            if points and records.validations[-1]["step"] < module.global_step:  # updates follow the last validation
-                trainer.validate(module, trajectories, verbose=False)
             trained = module.policy.eval()
-        except DivergedError:
-            pass
-        curve = [{name: row[f"val/{name}"] for name in ("pass@1", "invalid")} for row in records.validations]
+        whole, rest = divmod(int(trainer.num_training_batches), int(trainer.val_check_batch or 1))
+        if points and rest and trained is not None:  # updates follow the last validation
+            trainer.validate(module, trajectories, verbose=False)
+        validations = [row for row in records.rows if "val/pass@1" in row]
+        curve = [{name: row[f"val/{name}"] for name in ("pass@1", "invalid")} for row in validations]
         if points and trained is None:
-            updates = len(trajectories.plan(0))
-            apart = max(1, updates // points)
-            curve += [DIVERGED] * (1 + epochs * (updates // apart) + (updates % apart > 0) - len(curve))
+            curve += [DIVERGED] * (1 + epochs * whole + (rest > 0) - len(curve))
         logged = {name: [row[name] for row in records.rows if name in row] for name in TRUNCATED}
         share = float((trajectories.reward > 0).mean())
         return trained, {"curve": curve, "logged": logged, "steps": module.global_step, "positive_share": share}
@@ -181,22 +168,7 @@ class Experiment:
         """pass@1, maj@samples and invalid of each problem; None stands for a policy that has diverged."""
         problems = self.task.problems(self.folder / f"{split}.jsonl")
         if policy is None:
-            result = {name: [value] * len(problems) for name, value in DIVERGED.items()}
-        else:
-            values = per_problem(sample(policy, self.task, problems, samples, derived_seed(self.seed, 7)))
-            columns = zip(DIVERGED, ("pass@1", f"maj@{samples}", "invalid"), strict=True)
-            result = {name: values[column].round(6).tolist() for name, column in columns}
-        message = ", ".join(f"{name} {100 * np.mean(column):.1f}" for name, column in result.items())
-        return {"result": result, "message": message if policy else "diverged"}
-
-
-def sample(policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> list[Trajectory]:
-    """n graded responses to each problem."""
-    return sample_and_grade(LocalSampler(), policy, task, problems, n, task.sampling, seed)
-
-
-def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> None:
-    """Write n graded and scored responses to each problem."""
-    rows = sample(policy, task, problems, n, seed)
-    add_log_probs(policy, rows, 16384)
-    write_trajectories(path, rows, provenance(policy.name, "32-true", task=task.name, sampling=None, iteration=0))
+            return {"result": {name: [value] * len(problems) for name, value in DIVERGED.items()}}
+        values = per_problem(sample(policy, self.task, problems, samples, derived_seed(self.seed, 7)))
+        columns = zip(DIVERGED, ("pass@1", f"maj@{samples}", "invalid"), strict=True)
+        return {"result": {name: values[column].round(6).tolist() for name, column in columns}}

@@ -1,22 +1,44 @@
-"""What the claims share: runs on every seed, learning rates, intervals over seeds, verdicts."""
+"""What the claims share: cached jobs in parallel processes, learning rates, intervals over seeds, verdicts."""
 
+import ast
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import redirect_stdout
+from functools import cache, cached_property, partial
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import datasets
+import joblib
 import numpy as np
+import pandas as pd
+import torch
+import yaml
 from scipy import stats
 
+from topr.distributed import die_with_parent
+from topr.io import InputError, write_text
 from topr.reproduce.experiments import Experiment
-from topr.reproduce.jobs import JobCache
-from topr.reproduce.settings import LOSSES, Setting
+from topr.tasks.arithmetic.task import Arithmetic, configured
 
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+SHIPPED = ROOT / "data" / "arithmetic"
 Results = list[dict[str, Any]]  # of one run, a result for each seed
 Rows = dict[str, dict[str, Any]]  # of a table: a summary over seeds for each metric
 Scores = dict[str, dict[float, float]]  # mean validation pass@1 by label and learning rate
-METRICS = ["pass@1", "maj", "invalid"]
 START = "before training"
+SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
 
 
 class Claim(NamedTuple):
@@ -30,11 +52,11 @@ class Claim(NamedTuple):
     updates: dict[str, list[int]] | None = None  # if runs differ in their number of updates
 
 
-def over_seeds(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
+def over_seeds(values: Sequence[float] | np.ndarray | pd.Series) -> dict[str, Any]:
     """Mean, 95% t-interval and the values, at least two, one for each seed."""
-    mean, half = float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-    interval = [round(mean - half, 5), round(mean + half, 5)]
-    return {"mean": round(mean, 5), "interval": interval, "values": [round(float(value), 5) for value in values]}
+    mean, half = np.mean(values), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    rounded = [round(float(number), 5) for number in (mean, mean - half, mean + half, *values)]
+    return {"mean": rounded[0], "interval": rounded[1:3], "values": rounded[3:]}
 
 
 def above(summary: dict[str, Any], bound: float = 0.0, sign: int = 1) -> bool | None:
@@ -48,26 +70,29 @@ below = partial(above, sign=-1)
 
 def verdict(parts: dict[str, bool | None]) -> str:
     """`yes`, `in part` or `no`; `undecided` where an interval contains its bound and no part fails."""
-    checks = list(parts.values())
-    if False in checks:
-        return "in part" if True in checks else "no"
-    return "undecided" if None in checks else "yes"
+    if False in parts.values():
+        return "in part" if True in parts.values() else "no"
+    return "undecided" if None in parts.values() else "yes"
 
 
-def by_seed(results: Results, metric: str) -> np.ndarray:
-    """A metric's mean over problems, for each seed."""
-    return np.array([np.mean(result["result"][metric]) for result in results])
+def by_seed(results: list[dict[str, Any]], of: str = "result") -> pd.DataFrame:
+    """Means over problems, with a row for each seed and a column for each metric."""
+    return pd.DataFrame([result[of] for result in results]).map(np.mean)
+
+
+def row(frame: pd.DataFrame) -> dict[str, Any]:
+    """A summary over seeds of each column."""
+    return {name: over_seeds(values) for name, values in frame.items()}
 
 
 def summaries(runs: dict[str, Results], *labels: str) -> Rows:
     """Every metric of these runs, of all by default."""
-    return {label: {name: over_seeds(by_seed(runs[label], name)) for name in METRICS} for label in labels or runs}
+    return {label: row(by_seed(runs[label])) for label in labels or runs}
 
 
 def differences(runs: dict[str, Results], *pairs: tuple[str, str]) -> Rows:
     """Every metric of one run minus another's, paired by seed."""
-    rows = {f"{one} minus {two}": (runs[one], runs[two]) for one, two in pairs}
-    return {label: {m: over_seeds(by_seed(a, m) - by_seed(b, m)) for m in METRICS} for label, (a, b) in rows.items()}
+    return {f"{one} minus {two}": row(by_seed(runs[one]) - by_seed(runs[two])) for one, two in pairs}
 
 
 def best(scores: dict[float, float]) -> float:
@@ -75,43 +100,109 @@ def best(scores: dict[float, float]) -> float:
     return max(scores, key=lambda rate: scores[rate])
 
 
-@dataclass
-class Study:
-    """A setting and the seeds that are reported."""
+def digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
-    cache: JobCache
-    setting: Setting
-    seeds: list[int]
+
+@cache
+def code_digest(package: Path = PACKAGE) -> str:
+    """Digest of the library versions and of the code that decides results, whatever its comments and layout."""
+    found = [version("torch"), version("transformers")]
+    for path in sorted(package.rglob("*.py")):
+        if path.name == "report.py" or (path.parent.name == "reproduce" and path.stem != "experiments"):
+            continue  # these choose jobs, combine their results and draw them
+        found += [str(path.relative_to(package)), ast.dump(ast.parse(path.read_text()))]
+    return digest(found)
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this code; None without git."""
+    status, text = subprocess.getstatusoutput(f"git -C '{PACKAGE}' describe --always --dirty")
+    return text if status == 0 else None
+
+
+class Study:
+    """Runs experiments of a setting (its keys: settings.yaml) in `workers` processes, and keeps results under `out`."""
+
+    def __init__(self, out: Path, workers: int, setting: SimpleNamespace, seeds: list[int]):
+        self.workers, self.setting, self.seeds = workers, setting, seeds
+        self.task = configured(ROOT / setting.config) if setting.config else Arithmetic()
+        self.folder = out / digest(code_digest(), str(vars(self.task)), setting.optimizer, setting.base)
+        self.used: dict[Path, dict[str, Any]] = {}  # results by file
+
+    def run(self, experiment: Callable, runs: dict[str, dict], seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
+        """The results of a method of `Experiment` with the arguments of each run, for every seed; by label."""
+        if self.setting.base and experiment is not Experiment.make_base:  # all others start from its results
+            self.run(Experiment.make_base, {"base policy": self.setting.base}, seeds)
+        files = {
+            (label, seed): self.folder / f"results/{digest(experiment.__name__, seed, runs[label])}.json"
+            for label, seed in product(runs, seeds)
+        }
+        missing = {file: cell for cell, file in files.items() if not file.exists()}
+        parallel = joblib.Parallel(self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent)
+        call, of_seed = joblib.delayed(perform), {seed: self.experiment(seed) for seed in seeds}
+        calls = (call(experiment, of_seed[seed], label, runs[label], file) for file, (label, seed) in missing.items())
+        for i, line in enumerate(parallel(calls), 1):
+            print(f"[{i}/{len(missing)}] {line}", flush=True)
+        self.used |= {file: json.loads(file.read_text()) for file in files.values() if file not in self.used}
+        return {label: [self.used[files[label, seed]] for seed in seeds] for label in runs}
+
+    def experiment(self, seed: int) -> Experiment:
+        """Experiments of a seed, on its own base policy or on the shipped one."""
+        folder = self.folder / "bases" / str(seed) if self.setting.base else SHIPPED
+        return Experiment(folder, self.task, getattr(torch.optim, self.setting.optimizer), seed)
+
+    def provenance(self) -> dict[str, Any]:
+        """The present commit, the commits that measured the results used, and the CPU time of these."""
+        commits = sorted({str(result["commit"]) for result in self.used.values()})
+        minutes = round(sum(result["cpu_s"] for result in self.used.values()) / 60)
+        return {"commit": commit(), "measured_at": ", ".join(commits), "cpu_minutes": minutes}
 
     def train(self, runs: dict[str, dict], samples: int) -> dict[str, Results]:
         """The base policies, and trainings from them, on the test problems."""
         test, runs = {"split": "test", "samples": samples}, {START: {"loss": None}} | runs
-        return self.cache.run(Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds)
+        return self.run(Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds)
 
     def tune(self, runs: dict[str, dict], seeds: int, experiment: Callable = Experiment.train) -> Scores:
         """Mean validation pass@1 at the end, over the first seeds, at each learning rate of the grid."""
         given, rates = {"split": "val", "samples": 4}, self.setting.rates
         cells = {f"grid, {name}, rate {rate:g}": given | runs[name] | {"rate": rate} for name in runs for rate in rates}
-        ends = iter(self.cache.run(experiment, cells, self.seeds[:seeds]).values())
-        return {name: {rate: round(float(by_seed(next(ends), "pass@1").mean()), 4) for rate in rates} for name in runs}
+        ends = iter(self.run(experiment, cells, self.seeds[:seeds]).values())
+        return {name: {rate: round(by_seed(next(ends))["pass@1"].mean(), 4) for rate in rates} for name in runs}
 
-    @property
-    def trainings(self) -> dict[str, dict]:
-        """The methods' trainings, on the data as sampled."""
-        budget = self.setting.budget
-        data = {"curation": {"way": "uniform", "budget": budget}} if budget else {}
-        return {name: data | {"loss": LOSSES[name]} for name in self.setting.methods}
+    def method(self, name: str) -> dict[str, Any]:
+        """A method's training, on the data as sampled."""
+        loss, budget = {"loss": SETTINGS["losses"][name]}, self.setting.budget
+        return loss | {"curation": {"way": "uniform", "budget": budget}} if budget else loss
 
     @cached_property
     def grid(self) -> Scores:
         """Of the methods."""
-        return self.tune(self.trainings, self.setting.tuning_seeds)
+        return self.tune({name: self.method(name) for name in self.setting.methods}, self.setting.tuning_seeds)
 
     @cached_property
     def method_runs(self) -> dict[str, Results]:
         """The methods, each at its own rate, with curves; REINFORCE for two epochs and at TOPR's rate as well."""
         curve = {"points": self.setting.points}
-        rated = {name: run | curve | {"rate": best(self.grid[name])} for name, run in self.trainings.items()}
+        rated = {name: self.method(name) | curve | {"rate": best(self.grid[name])} for name in self.setting.methods}
         more = {"REINFORCE, two epochs": rated["REINFORCE"] | {"epochs": 2}}  # the longest first
         more |= {"REINFORCE, TOPR's rate": rated["REINFORCE"] | {"rate": rated["TOPR"]["rate"]}}
         return self.train(more | rated, self.setting.samples)
+
+
+def perform(experiment: Callable, job: Experiment, label: str, arguments: dict[str, Any], file: Path) -> str:
+    """Run a job with one thread and without output, and write its result; the progress line."""
+    torch.set_num_threads(1)  # as fast as more for policies of this size
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    start, name = time.process_time(), f"{label}, seed {job.seed}"
+    with TemporaryDirectory() as scratch, open(os.devnull, "w") as null:
+        job.scratch, datasets.config.HF_DATASETS_CACHE = Path(scratch), Path(scratch) / "datasets"
+        with redirect_stdout(null), warnings.catch_warnings(action="ignore"):
+            try:
+                found = experiment(job, **arguments)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
+    found |= {"label": name, "commit": commit(), "cpu_s": time.process_time() - start}
+    write_text(file, json.dumps(found))
+    return f"{name} ({found['cpu_s']:.0f} s)"

@@ -5,5 +5,3 @@ Not here: anything that other tasks need.
 
 from topr.tasks.arithmetic.task import Arithmetic
 from topr.tasks.arithmetic.verifier import ArithmeticVerifier
-
-__all__ = ["Arithmetic", "ArithmeticVerifier"]

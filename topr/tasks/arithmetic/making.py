@@ -1,36 +1,104 @@
 """Make what the embedded task ships: base policies, problems, trajectories, solutions to judge."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from topr.batching import pack
 from topr.evaluation import SamplingJob, sample_and_grade
-from topr.io import write_text
-from topr.policy import export_policy, load_policy, provenance
+from topr.io import check_folder, write_text
+from topr.policy import Policy, export_policy, load_policy, provenance
+from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
-from topr.tasks.arithmetic.imitation import imitate, make_policy, make_tokenizer
 from topr.tasks.arithmetic.task import Arithmetic
-from topr.tasks.arithmetic.verifier import teach
-from topr.trajectories import add_log_probs, write_trajectories
+from topr.tasks.arithmetic.verifier import critiques
+from topr.tasks.task import Problem, Task
+from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 from topr.trajectories.inspect import report
+
+SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
+
+
+def make_tokenizer(extra: str = "") -> Any:
+    """A tokenizer of one token per character, for `SYMBOLS` and the extra characters."""
+    vocabulary = {symbol: i for i, symbol in enumerate(dict.fromkeys([*SYMBOLS, *extra]))}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=characters, **special, model_max_length=128)
+
+
+def make_policy(tokenizer: Any) -> Policy:
+    """A randomly initialised Llama with 160k parameters."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    policy = Policy(LlamaForCausalLM(config), tokenizer, "the base policy")
+    check_forward(policy)  # enables rows without padding
+    return policy
+
+
+def imitate(
+    policy: Policy, demonstrations: Iterator[tuple[str, str, bool]], steps: int, lr: float = 3e-3, batch_size: int = 96
+) -> None:
+    """Supervised training in place; only the first third of a cosine schedule, so that there is room to improve.
+
+    A demonstration is a prompt, a response, and whether the response ends.
+    """
+    tokenizer, end = policy.tokenizer, [policy.tokenizer.eos_token_id]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
+    for step in range(1, steps + 1):
+        prompts, responses, finished = zip(*islice(demonstrations, batch_size), strict=True)
+        prompt_ids = [np.array(ids) for ids in tokenizer(list(prompts))["input_ids"]]
+        rows = zip(tokenizer(list(responses))["input_ids"], finished, strict=True)
+        response_ids = [np.array(ids + end * ends, dtype=int) for ids, ends in rows]
+        loss = -policy(pack(prompt_ids, response_ids))[0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"base policy: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
+
+
+def sample(policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> list[Trajectory]:
+    """n graded responses to each problem."""
+    return sample_and_grade(LocalSampler(), policy, task, problems, n, task.sampling, seed)
+
+
+def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> None:
+    """Write n graded and scored responses to each problem."""
+    trajectories, sampling = sample(policy, task, problems, n, seed), vars(task.sampling) | {"samples": n, "seed": seed}
+    add_log_probs(policy, trajectories, microbatch_tokens=16384)
+    metadata = provenance(policy.name, "32-true", task=task.name, sampling=sampling, iteration=0)
+    write_trajectories(path, trajectories, metadata)
 
 
 def make(
-    task: Arithmetic,
-    out: Path,
-    seed: int,  # of everything; another seed gives other problems, too
-    stages: list[tuple[int, float]],  # updates and learning rate of each stage of the base policy's training
-    batch_size: int,  # demonstrations per update
-    problems: dict[str, int],  # number of problems of each split, train first
-    samples: int,  # trajectories per problem of train; 0 writes no trajectory file
-) -> None:
-    """Write a base policy, problems of every split, and graded, scored trajectories of the train split under `out`."""
+    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, train: int, val: int,
+    test: int, samples: int,
+) -> None:  # fmt: skip
+    """Write a base policy, problems of every split, and graded, scored trajectories of the train split under `out`.
+
+    The base policy is trained in stages: `steps` updates of `batch_size` demonstrations at the learning rate `lr`.
+    `samples` trajectories are sampled for each of `train` problems; 0 writes no trajectory file.
+    """
+    check_folder("--out", out)
     splits = {}
-    for i, (split, count) in enumerate(problems.items(), start=1):
+    for i, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), start=1):
         splits[split] = task.distinct(split, count, np.random.default_rng([seed, i]))
         rows = [{"id": problem.id, "prompt": problem.prompt, "gold": problem.gold} for problem in splits[split]]
         write_text(out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -38,17 +106,19 @@ def make(
     rng = np.random.default_rng([seed, 0])
     policy = make_policy(make_tokenizer(task.filler.symbols + task.filler.separators if task.filler else ""))
     demonstrations = ((prompt, *task.demonstration(prompt, task.errors, rng)) for prompt in task.base(rng))
-    for steps, lr in stages:
-        imitate(policy, demonstrations, steps, lr, batch_size)
+    for number, rate in zip(steps, lr, strict=True):
+        imitate(policy, demonstrations, number, rate, batch_size)
     export_policy(policy, out / "base")
     if samples:
-        trajectories = sample_and_grade(LocalSampler(), policy, task, splits["train"], samples, task.sampling, seed)
-        add_log_probs(policy, trajectories, microbatch_tokens=16384)
-        sampling = asdict(task.sampling) | {"samples": samples, "seed": seed}
-        metadata = provenance(str(out / "base"), "32-true", task=task.name, sampling=sampling, iteration=0)
-        write_trajectories(out / "train.parquet", trajectories, metadata)
+        sample_to(out / "train.parquet", load_policy(str(out / "base")), task, splits["train"], samples, seed)
         print(report([str(out / "train.parquet")]))
     print(f"wrote a base policy, problems and {samples} trajectories per training problem under {out}")
+
+
+def teach(policy: Policy, task: Arithmetic, seed: int, steps: int) -> None:
+    """Train a base policy, in place, to write imperfect critiques."""
+    torch.manual_seed(seed)
+    imitate(policy, critiques(task, np.random.default_rng([seed, 0])), steps)
 
 
 def make_verifier(
@@ -59,12 +129,12 @@ def make_verifier(
     samples: PositiveInt = 4,  # solutions of each validation and test problem
 ) -> None:
     """Write a verifier's base policy, made from the one in `data`, and solutions for it to judge under `out`."""
-    base, task = str(data / "base"), Arithmetic()
-    policy = load_policy(base)
+    check_folder("--out", out)
+    policy, task = load_policy(str(data / "base")), Arithmetic()
     for split in ("val", "test"):
         problems = task.problems(data / f"{split}.jsonl")
-        job = SamplingJob(base, task, problems, samples, task.sampling, seed)
+        job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
         job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
-    teach(task, policy, seed, steps)
+    teach(policy, task, seed, steps)
     export_policy(policy, out / "base")
     print(f"wrote base, val.parquet and test.parquet under {out}")

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import yaml
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from topr.io import ArgumentParser, InputError, first_line, root_cause
 from topr.sampling import Sampling
@@ -62,14 +62,12 @@ class Filler:
 
     symbols: str = "abcdefghijklmnop"
     length: NonNegativeInt = 5  # letters before each step
-    successors: int = 4
+    successors: PositiveInt = 4
     separators: str = ";,."  # each step ends with a random one
 
     def __post_init__(self) -> None:
-        distinct = all(len(set(text)) == len(text) > 0 for text in (self.symbols, self.separators))
-        known = self.symbols.isalpha() and set(self.separators) <= set(";,.:!?")
-        if not (distinct and known and 1 <= self.successors <= len(self.symbols)):
-            raise InputError(f"{self}: symbols must be distinct letters, separators of ;,.:!?, successors no more")
+        if not (self.symbols.isalpha() and set() < set(self.separators) <= set(";,.:!?")):
+            raise InputError(f"{self}: symbols must be letters, separators of ;,.:!?")
 
     def wrap(self, step: str, rng: np.random.Generator) -> str:
         """The step between random letters and a random separator."""
@@ -100,10 +98,8 @@ class Arithmetic(Task):
         fits = 1 <= fewest <= most and 0 <= low <= high <= self.largest and set() < set(self.operators) <= set(APPLY)
         weighted = weights is None or (len(weights) == most + 1 - fewest and min(weights) >= 0 and sum(weights) > 0)
         if not (fits and weighted):
-            rule = (
-                "operations must rise from 1 or more, operands from 0 or more to at most `largest`, operators be of +-*"
-            )
-            raise InputError(f"{self}: {rule}, and weights one number from 0 per number of operations, not all 0")
+            rule = "operations must rise from 1, operands from 0 to at most `largest`, operators be of +-*"
+            raise InputError(f"{self}: {rule}, weights be one number from 0 per number of operations, not all 0")
         digits = len(str(self.largest))
         step = 2 * digits + len(str(high)) + 3 + (self.filler.length if self.filler else 0)
         longest = most * step + digits + 6  # a little more than the longest correct response
@@ -118,14 +114,11 @@ class Arithmetic(Task):
         """A random problem; an InputError if the settings hardly ever admit one."""
         operands = range(self.operands[0], self.operands[1] + 1)
         counts = range(self.operations[0], self.operations[1] + 1)
+        shares = None if self.weights is None else np.divide(self.weights, sum(self.weights))
         for _ in range(1000):
             value = int(rng.choice(operands))
             prompt = str(value)
-            if self.weights is None:
-                count = rng.integers(counts[0], counts[-1] + 1)
-            else:
-                count = rng.choice(counts, p=np.array(self.weights) / sum(self.weights))
-            for _ in range(count):
+            for _ in range(rng.choice(counts, p=shares)):
                 steps = [(s, n) for s in self.operators for n in operands if 0 <= APPLY[s](value, n) <= self.largest]
                 if not steps:
                     break
@@ -174,8 +167,7 @@ class Arithmetic(Task):
             if 1 - errors.loop <= event < 1.0:
                 longest = self.sampling.max_new_tokens
                 return (solution + step * longest)[:longest], False
-            solution += step
-            value = result
+            solution, value = solution + step, result
         if direct:
             return f"#{value}", True
         return solution + ("" if missing else f"#{value}"), True
@@ -194,20 +186,16 @@ def split_of(prompt: str) -> str:
     return {0: "val", 1: "test", 2: "train", 3: "train"}.get(bucket, "base")
 
 
-def configured(config: Path | None, given: dict[str, Any]) -> Arithmetic:
-    """The task of an experiment's config, or the default task, with the arguments in `given` instead of its own."""
-    task: dict[str, Any] = {"class_path": "topr.tasks.Arithmetic"}
-    try:
-        if config is not None:
-            task = yaml.safe_load(config.read_text())["model"]["task"]
-        if task["class_path"] != "topr.tasks.Arithmetic":
-            raise LookupError
-        arguments = {**task.get("init_args", {}), **given}
-    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-        raise InputError(f"{config} has no model.task topr.tasks.Arithmetic; name a config that has one") from error
+def configured(config: Path) -> Arithmetic:
+    """The task of an experiment's config; an InputError if it has another one, or impossible arguments."""
     parser = ArgumentParser()
     parser.add_class_arguments(Arithmetic, "task")
     try:
-        return parser.instantiate(parser.parse_object({"task": arguments})).task
+        task = yaml.safe_load(config.read_text())["model"]["task"]
+        if task["class_path"] != "topr.tasks.Arithmetic":
+            raise LookupError
+        return parser.instantiate(parser.parse_object({"task": task.get("init_args", {})})).task
+    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise InputError(f"{config} has no model.task topr.tasks.Arithmetic; name a config that has one") from error
     except ValueError as error:  # the parser wraps errors of optional parts
         raise InputError(first_line(root_cause(error))) from error

@@ -4,14 +4,12 @@ Prompt `9+3*2-4>9+3=12;12*2=25;25-4=21;#21>`, correct response `100#0` and the e
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
-from topr.policy import Policy
 from topr.sampling import Sampling
-from topr.tasks.arithmetic.imitation import Demonstrations, imitate
 from topr.tasks.arithmetic.task import Arithmetic, Errors
 from topr.tasks.task import Grade, Problem, exact_grade
 from topr.tasks.verifier import Verifier
@@ -48,7 +46,7 @@ def critique(correct: str, solution: str, is_correct: bool, rng: np.random.Gener
     return written + ("" if rng.random() < MISSING else verdict)
 
 
-def critiques(task: Arithmetic, rng: np.random.Generator) -> Demonstrations:
+def critiques(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
     """Endless verifier prompts with imperfect critiques, of correct and incorrect solutions in turn."""
     wanted = True
     for prompt in task.base(rng):
@@ -59,9 +57,3 @@ def critiques(task: Arithmetic, rng: np.random.Generator) -> Demonstrations:
                 yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng), True
                 wanted = not wanted
                 break
-
-
-def teach(task: Arithmetic, policy: Policy, seed: int, steps: int) -> None:
-    """Train a base policy, in place, to write imperfect critiques."""
-    torch.manual_seed(seed)
-    imitate(policy, critiques(task, np.random.default_rng([seed, 0])), steps)
