@@ -29,10 +29,8 @@ Span = tuple[int, int, int, int]
 
 
 class Tokens(NamedTuple):
-    """Trajectories in one row of tokens: a prompt, each of its responses, the next prompt, and so on.
-
-    The positions of a response continue those of its prompt.
-    """
+    """Trajectories in one row of tokens: a prompt, each of its responses, the next prompt, and so on. The positions of
+    a response continue those of its prompt."""
 
     input_ids_L: Tensor
     position_ids_L: Tensor
@@ -129,9 +127,7 @@ def microbatch_count(
     plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
 ) -> int:
     """The smallest number of micro-batches per rank and update that keeps each of them within `microbatch_tokens`.
-
-    `sizes` and `unit` are those of `partition`; a prompt counts once for all its responses in a micro-batch.
-    """
+    `sizes` and `unit` are those of `partition`; a prompt counts once for all its responses in a micro-batch."""
     longest = int(np.add(*_unit_tokens(sizes[:, np.concatenate(plan)], unit)).max())
     if longest > microbatch_tokens:
         what = "a pair" if unit == 2 else "a trajectory"
@@ -184,10 +180,8 @@ def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1)
 
 
 def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tokens:
-    """Lay B prompts and their responses, non-empty arrays of token ids, out in one row.
-
-    Neighbours with equal prompts share one.
-    """
+    """Lay B prompts and their responses, non-empty arrays of token ids, out in one row. Neighbours with equal prompts
+    share one."""
     ids, positions, trajectories, predicting = [], [], [], []
     first = last = end = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):

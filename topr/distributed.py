@@ -61,9 +61,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 @contextmanager
 def same_error_on_all_ranks() -> Iterator[None]:
     """If the block raises an InputError on any rank, every rank ends, and rank 0 raises it. All ranks must enter it.
-
-    The others exit with code 0: after another one a launcher would kill rank 0 before it has printed the message.
-    """
+    The others exit with code 0: after another one a launcher would kill rank 0 before it has printed the message."""
     error = None
     try:
         yield

@@ -127,11 +127,9 @@ def check_folder(name: str, path: str | Path) -> None:
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`, a file or a folder to write; rename it to `path` when the block succeeds.
-
-    A block that fails, or a process that is killed inside it, leaves `path` as it was. Of folders only a policy's, an
-    adapter's or a sharded checkpoint's is replaced.
-    """
+    """Yield a temporary sibling of `path`, a file or a folder to write; rename it to `path` when the block succeeds. A
+    block that fails, or a process that is killed inside it, leaves `path` as it was. Of folders only a policy's, an
+    adapter's or a sharded checkpoint's is replaced."""
     path = Path(path)
     temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt"))

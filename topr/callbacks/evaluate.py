@@ -78,10 +78,8 @@ class Evaluate(Callback):
             logger.log_metrics(figures, trainer.global_step)
 
     def measure(self, trainer: Any, split: str, problems: list[Problem]) -> dict[str, float]:
-        """Metrics with their intervals over the problems of all ranks; each rank passes its own problems.
-
-        Raises Preempted if a rank was asked to stop.
-        """
+        """Metrics with their intervals over the problems of all ranks; each rank passes its own problems. Raises
+        Preempted if a rank was asked to stop."""
         data, policy = trainer.datamodule, trainer.lightning_module.policy
         samples = data.val_samples if split == "val" else data.samples
         seed = derived_seed(data.seed, trainer.global_step, trainer.global_rank)
@@ -132,10 +130,8 @@ class Evaluate(Callback):
 
 @contextmanager
 def sampling_context(trainer: Any) -> Iterator[None]:
-    """Full weights, in the precision of training, which not all of Lightning's hooks have.
-
-    With bf16-mixed each weight is cast once: Lightning's own autocast would cast it again for every token.
-    """
+    """Full weights, in the precision of training, which not all of Lightning's hooks have. With bf16-mixed each weight
+    is cast once: Lightning's own autocast would cast it again for every token."""
     policy, device = trainer.lightning_module.policy, trainer.strategy.root_device
     bfloat16 = trainer.precision == "bf16-mixed"
     autocast = torch.autocast(device.type, torch.bfloat16, bfloat16, cache_enabled=True)

@@ -169,12 +169,10 @@ def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> 
 
 
 class Throughput:
-    """Counts the training batches of this rank; `read` reports those since the last reading.
-
-    FLOPs: 6 x (parameters without embeddings) of each token, 6 x vocabulary x hidden of each response token, and
-    12 x layers x hidden of each pair of tokens of which one attends to the other; a shared prompt counts once.
-    `total` holds the tokens and seconds counted before.
-    """
+    """Counts the training batches of this rank; `read` reports those since the last reading. FLOPs: 6 x (parameters
+    without embeddings) of each token, 6 x vocabulary x hidden of each response token, and 12 x layers x hidden of each
+    pair of tokens of which one attends to the other; a shared prompt counts once. `total` holds the tokens and seconds
+    counted before."""
 
     def __init__(self, policy: Policy, total: tuple[int, float]):
         model, config = policy.model, policy.model.config.get_text_config()

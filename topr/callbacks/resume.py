@@ -20,10 +20,8 @@ PREEMPTED = "preempted.ckpt"  # written on SIGTERM, removed when training ends
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """A checkpoint file appears under its name when it is complete, and a folder of shards disappears at once.
-
     Lightning would hold the whole checkpoint in memory twice. A folder of shards is complete when it holds meta.pt,
-    which is written last; see `updates`.
-    """
+    which is written last; see `updates`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         try:
@@ -59,12 +57,10 @@ def updates(checkpoint: Path) -> int | None:
 
 
 class ExactResume(Callback):
-    """State for exact resumption, beyond what Lightning keeps in a checkpoint; obeys SIGTERM.
-
-    On SIGTERM (on SLURM also on SIGUSR1) `fit` ends after the current update, or sampled token, and writes
-    `preempted.ckpt`. Every other command ends at once: what it has written is complete, and the same command resumes.
-    If a checkpoint was saved just before a validation, the resumed run starts with that validation.
-    """
+    """State for exact resumption, beyond what Lightning keeps in a checkpoint; obeys SIGTERM. On SIGTERM (on SLURM also
+    on SIGUSR1) `fit` ends after the current update, or sampled token, and writes `preempted.ckpt`. Every other command
+    ends at once: what it has written is complete, and the same command resumes. If a checkpoint was saved just before a
+    validation, the resumed run starts with that validation."""
 
     def __init__(self):
         self.signals = {signal.SIGTERM, signal.SIGUSR1} if "SLURM_JOB_ID" in os.environ else {signal.SIGTERM}

@@ -29,21 +29,16 @@ class LossOutput(NamedTuple):
 
 
 class Loss(ABC):
-    """A loss on stored trajectories.
-
-    `grouping` names what must lie in one global batch: nothing (`none`), all trajectories of a prompt (`group`), or
-    pairs of a positive and a negative, neighbours in this order (`pair`). Except for pairs, the loss of a trajectory
-    depends on that trajectory and its advantage alone.
-    """
+    """A loss on stored trajectories. `grouping` names what must lie in one global batch: nothing (`none`), all
+    trajectories of a prompt (`group`), or pairs of a positive and a negative, neighbours in this order (`pair`). Except
+    for pairs, the loss of a trajectory depends on that trajectory and its advantage alone."""
 
     grouping: Grouping = "none"
 
     @abstractmethod
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        """Advantages of the whole data set, float32, from rewards and group ids, all [trajectories].
-
-        A loss that draws at random uses `seed` and `epoch`, counted from 0. Raises InputError if there is no signal.
-        """
+        """Advantages of the whole data set, float32, from rewards and group ids, all [trajectories]. A loss that draws
+        at random uses `seed` and `epoch`, counted from 0. Raises InputError if there is no signal."""
 
     @abstractmethod
     def __call__(

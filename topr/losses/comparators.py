@@ -164,10 +164,8 @@ class RECRing(RECTwoSide):
 
 
 class DPO(Loss):
-    """-log sigmoid(beta (h+ - h-)) on pairs of a positive (R >= `baseline`) and a negative (arXiv:2305.18290).
-
-    The divisor is the number of pairs in the global batch; each of a pair holds half of its loss.
-    """
+    """-log sigmoid(beta (h+ - h-)) on pairs of a positive (R >= `baseline`) and a negative (arXiv:2305.18290). The
+    divisor is the number of pairs in the global batch; each of a pair holds half of its loss."""
 
     grouping = "pair"
     advantages = PPO.advantages  # R - c, of which only the sign counts
@@ -187,10 +185,8 @@ class DPO(Loss):
 
 
 class KTO(DPO):
-    """1 - sigmoid(beta (h - z)) for positives, 1 - sigmoid(beta (z - h)) for negatives (arXiv:2402.01306).
-
-    z, a divergence estimated from mismatched pairs, is 0 offline; both classes weigh 1.
-    """
+    """1 - sigmoid(beta (h - z)) for positives, 1 - sigmoid(beta (z - h)) for negatives (arXiv:2402.01306). z, a
+    divergence estimated from mismatched pairs, is 0 offline; both classes weigh 1."""
 
     grouping = "none"  # type: ignore[assignment]
 
@@ -232,10 +228,8 @@ class AsymRE(GroupREINFORCE):
 
 
 class REDDrop(GroupREINFORCE):
-    """Drops surplus negatives (R below the group's mean) at random until the group is balanced (arXiv:2509.24203).
-
-    A = R - mean of the kept, 0 for the dropped, which still count in the divisor; each epoch drops anew.
-    """
+    """Drops surplus negatives (R below the group's mean) at random until the group is balanced (arXiv:2509.24203). A =
+    R - mean of the kept, 0 for the dropped, which still count in the divisor; each epoch drops anew."""
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         _, index = np.unique(group, return_inverse=True)

@@ -21,11 +21,9 @@ Ratio = Literal["sequence", "sequence_mean", "token"]
 
 
 def rho(log_x: Tensor, a: float, b: float) -> Tensor:
-    """The taper rho(x; a, b), whose derivative with respect to log x is the truncated ratio [x]_a^b.
-
-    x within the limits, b (1 + log(x/b)) above, a (1 + log(x/a)) below, identically 0 for b = 0. One expression
-    covers the three pieces, so no untaken branch can put a NaN or an infinity into the value or the gradient.
-    """
+    """The taper rho(x; a, b), whose derivative with respect to log x is the truncated ratio [x]_a^b. x within the
+    limits, b (1 + log(x/b)) above, a (1 + log(x/a)) below, identically 0 for b = 0. One expression covers the three
+    pieces, so no untaken branch can put a NaN or an infinity into the value or the gradient."""
     if b == 0:
         return 0 * log_x
     within = log_x.clamp(log_limit(a), log_limit(b))
@@ -43,10 +41,8 @@ def log_limit(limit: float) -> float:
 
 
 class RatioLoss(Loss):
-    """-A f(pi/mu) / T with some f of the ratio of the whole sequence (`ratio: sequence`).
-
-    For comparison: `sequence_mean`, -A f(e^(h/T)), whose gradient carries the 1/T, and `token`, -(A/T) sum_t f(r_t).
-    """
+    """-A f(pi/mu) / T with some f of the ratio of the whole sequence (`ratio: sequence`). For comparison:
+    `sequence_mean`, -A f(e^(h/T)), whose gradient carries the 1/T, and `token`, -(A/T) sum_t f(r_t)."""
 
     def __init__(self, ratio: Ratio):
         check_argument("ratio", ratio, ratio in get_args(Ratio), f"one of {', '.join(get_args(Ratio))}")

@@ -64,11 +64,9 @@ def stored_tensors(name: str) -> dict[str, Path]:
 
 @lru_cache(maxsize=16)
 def policy_fingerprint(name: str) -> str:
-    """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32.
-
-    Training moves nearly all weights, so a part of each tells policies apart, in milliseconds for an 8B model. The same
-    weights in another file layout or a wider dtype keep their fingerprint.
-    """
+    """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32. Training moves nearly
+    all weights, so a part of each tells policies apart, in milliseconds for an 8B model. The same weights in another
+    file layout or a wider dtype keep their fingerprint."""
     from safetensors import safe_open
 
     digest = hashlib.sha256()

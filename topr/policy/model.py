@@ -38,10 +38,8 @@ class Policy(nn.Module):
         self.model, self.tokenizer, self.name = model, tokenizer, name
 
     def forward(self, tokens: Tokens, loss: Callable[[Tensor, Head], Any] | None = None) -> Any:
-        """log pi of each response token [N] and the hidden states [N, D] that predict them.
-
-        Log-probs are float32 (float64 for a float64 model), at temperature 1. A `OnePass` as `loss` returns its result.
-        """
+        """log pi of each response token [N] and the hidden states [N, D] that predict them. Log-probs are float32
+        (float64 for a float64 model), at temperature 1. A `OnePass` as `loss` returns its result."""
         shared = shared_prompts is not None and shared_prompts.enabled(self.model)
         hidden_ND = (shared_prompts.hidden_states if shared else padded_hidden_states)(self.model, tokens)
         head = output_head(self.model)
@@ -216,10 +214,8 @@ def merge_adapter(name: str, adapter: Path) -> Policy:
 
 
 def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all.
-
-    For a model with adapters, these are written; see `merge_adapter`. `state_dict` replaces the model's own weights.
-    """
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all. For a model
+    with adapters, these are written; see `merge_adapter`. `state_dict` replaces the model's own weights."""
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 

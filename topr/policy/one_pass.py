@@ -65,10 +65,8 @@ class _LogProbs:
 
 
 class _OnePassLoss(torch.autograd.Function):
-    """The loss and its gradient at hidden states, weight and bias, chunk by chunk of whole trajectories.
-
-    The weight of a trajectory depends on all its log-probs; one longer than a chunk has its logits computed twice.
-    """
+    """The loss and its gradient at hidden states, weight and bias, chunk by chunk of whole trajectories. The weight of
+    a trajectory depends on all its log-probs; one longer than a chunk has its logits computed twice."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap, one_pass: OnePass):

@@ -100,11 +100,9 @@ def attend(
     spans: Spans | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers' `AttentionInterface`: [1, L, H, D], and no attention weights.
-
-    The query is [1, H, L, D], key and value have G heads. The window counts the query itself. `softcap` c turns a score
-    into c tanh(score/c). Without `spans`, any batch of rows is attended to as usual, with the mask.
-    """
+    """An attention function for transformers' `AttentionInterface`: [1, L, H, D], and no attention weights. The query
+    is [1, H, L, D], key and value have G heads. The window counts the query itself. `softcap` c turns a score into c
+    tanh(score/c). Without `spans`, any batch of rows is attended to as usual, with the mask."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if spans is None:
         return _attend_plainly(module, query, key, value, attention_mask, scaling, softcap, kwargs)
@@ -162,11 +160,9 @@ def _sequences(spans: tuple[Span, ...], device: torch.device) -> tuple[Tensor, T
 
 
 class SpanAttention(torch.autograd.Function):
-    """Attention with matrix products over buckets of spans of similar size, on any device, in float32 or float64.
-
-    The weights are computed again in the backward: nothing quadratic in length outlives its bucket. On a CPU this takes
-    half the time of a fused call for each span, whose backward is slow.
-    """
+    """Attention with matrix products over buckets of spans of similar size, on any device, in float32 or float64. The
+    weights are computed again in the backward: nothing quadratic in length outlives its bucket. On a CPU this takes
+    half the time of a fused call for each span, whose backward is slow."""
 
     @staticmethod
     def forward(ctx, query_HLD, key_GLD, value_GLD, spans, scaling, window, softcap) -> Tensor:
@@ -235,9 +231,8 @@ def _weights(queries: Tensor, keys: Tensor, mask_NRK: Tensor, softcap: float | N
 
 @lru_cache(maxsize=4)  # each layer asks, forward and backward
 def _buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Spans of similar size: rows of their queries [N, R] and keys [N, K], padded by the row behind the last, and
-    0 where a query sees a key, `MASKED` elsewhere [N, R, K].
-    """
+    """Spans of similar size: rows of their queries [N, R] and keys [N, K], padded by the row behind the last, and 0
+    where a query sees a key, `MASKED` elsewhere [N, R, K]."""
     nowhere = spans[-1][1]
     sized = sorted((end - start + last - first, end - start, i) for i, (start, end, first, last) in enumerate(spans))
     groups: list[list[Span]] = [[]]
