@@ -14,8 +14,7 @@ from conftest import ROOT, rejected
 import evaluate
 from topr.evaluation import sample_and_grade
 from topr.io import InputError
-from topr.policy import load_policy
-from topr.policy.tokenizer import load_tokenizer, tokenizer_fingerprint
+from topr.policy import load_policy, load_tokenizer, tokenizer_fingerprint
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, Grade
 from topr.tasks.arithmetic.__main__ import main

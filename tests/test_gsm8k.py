@@ -8,7 +8,7 @@ from conftest import ROOT, SHARED
 
 from topr.evaluation.metrics import maj_at_k
 from topr.io import InputError
-from topr.policy.tokenizer import encode_prompt, load_tokenizer
+from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K
 from topr.tasks.gsm8k import read_number
 from topr.tasks.task import Grade

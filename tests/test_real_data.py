@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import evaluate
 import train
-from topr.policy import Policy, export_policy
-from topr.policy.tokenizer import encode_prompt
+from topr.policy import Policy, encode_prompt, export_policy
 from topr.tasks import GSM8K
 from topr.tasks.arithmetic.making import imitate
 from topr.trajectories import read_trajectories

@@ -9,8 +9,8 @@ from conftest import ROOT
 
 import train
 from topr.io import InputError
+from topr.policy import load_tokenizer, tokenizer_fingerprint
 from topr.policy.files import policy_fingerprint
-from topr.policy.tokenizer import load_tokenizer, tokenizer_fingerprint
 from topr.tasks import Arithmetic, Grade
 from topr.tasks.arithmetic.__main__ import main
 from topr.tasks.arithmetic.making import make_tokenizer

@@ -8,7 +8,7 @@ from conftest import ROOT, make_trajectories, write
 
 import evaluate
 from topr.io import InputError
-from topr.policy.tokenizer import encode_prompt, load_tokenizer
+from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
 from topr.tasks.arithmetic.verifier import critique
 from topr.tasks.task import Grade, Problem

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens, pack
 from topr.io import InputError, atomic, first_line
-from topr.policy.files import resolve_policy
+from topr.policy.files import load_tokenizer, resolve_policy
 from topr.policy.logprobs import Head, output_head, padded_hidden_states, token_log_probs
-from topr.policy.tokenizer import load_tokenizer
 
 try:  # for speed only: without these two files the same values are computed, more slowly
     from topr.policy import one_pass, shared_prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topr.io import InputError
-from topr.policy.tokenizer import render_prompt
+from topr.policy import render_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade, question_prompt
 from topr.trajectories import Trajectory, read_trajectories

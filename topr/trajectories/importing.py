@@ -65,7 +65,7 @@ def import_file(
 
 def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
     """The trajectories of an entry, without log-probs."""
-    from topr.policy.tokenizer import encode, encode_prompt
+    from topr.policy import encode, encode_prompt
 
     row = {key: value for key, value in row.items() if value is not None}
     if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
