@@ -83,10 +83,8 @@ def load_policy(name: str) -> Policy:
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
         raise InputError(f"policy {name!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
     if unknown := sorted(loading["unexpected_keys"]):
-        message = f"policy {name!r} holds the weights {', '.join(unknown[:3])}, for which its config.json has no place"
-        if any(key.startswith(f"{model.base_model_prefix}.") for key in unknown):  # layers, which would be cut off
-            raise InputError(f"{message}; correct the number of layers")
-        warnings.warn(f"{message}: they are left out", stacklevel=2)
+        found = ", ".join(unknown[:3])
+        warnings.warn(f"policy {name!r}: the weights {found} have no place in its model and are left out", stacklevel=2)
     policy = Policy(model, tokenizer, name)
     check_weights(policy)
     check_forward(policy)

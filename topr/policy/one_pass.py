@@ -30,11 +30,6 @@ class OnePass:
             total, *output = _OnePassLoss.apply(hidden_ND, *head, self)
         return total, LossOutput(*output), hidden_ND
 
-    def evaluate(self, log_probs_N: Tensor, part: slice, positions: slice) -> LossOutput:
-        """The loss of a part of the trajectories, whose tokens stand at `positions`."""
-        batch, length_B = self.batch, self.batch.tokens.length_B
-        return self.loss(log_probs_N, batch.ref_log_probs_N[positions], length_B[part], batch.advantage_B[part])
-
 
 def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]]:
     """Trajectories whose logits are held together, and their positions, in pieces where one trajectory is longer."""
@@ -71,24 +66,26 @@ class _OnePassLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap, one_pass: OnePass):
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        head, tokens, scale_B = Head(weight_VD, bias_V, softcap), one_pass.batch.tokens, one_pass.scale_B
+        head, batch, scale_B = Head(weight_VD, bias_V, softcap), one_pass.batch, one_pass.scale_B
+        tokens, length_B = batch.tokens, batch.tokens.length_B
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD: Any = torch.zeros_like(weight_VD) if needs_weight else None
         d_bias_V: Any = weight_VD.new_zeros(len(weight_VD)) if needs_bias else None
         total, outputs = torch.zeros_like(scale_B[0]), []
         # one buffer for all chunks: a CPU clears pages at their first use, which takes half as long as the product
         buffer_CV = weight_VD.new_empty(min(head.chunk, len(hidden_ND)), len(weight_VD))
-        for trajectories, pieces in _chunks(tokens.lengths, head.chunk):
+        for part, pieces in _chunks(tokens.lengths, head.chunk):
             log_probs = []
             for piece in pieces:
                 chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
                 log_probs.append(chunk.log_probs_C)
             log_probs_N = torch.cat(log_probs).requires_grad_()
             with torch.enable_grad():
-                output = one_pass.evaluate(log_probs_N, trajectories, slice(pieces[0].start, pieces[-1].stop))
-                scaled = (output.loss_B * scale_B[trajectories]).sum()
+                ref_log_probs_N = batch.ref_log_probs_N[pieces[0].start : pieces[-1].stop]
+                output = one_pass.loss(log_probs_N, ref_log_probs_N, length_B[part], batch.advantage_B[part])
+                scaled = (output.loss_B * scale_B[part]).sum()
             (gradient_N,) = torch.autograd.grad(scaled, log_probs_N)
-            for piece, gradient_C in zip(pieces, gradient_N.split([len(part) for part in log_probs]), strict=True):
+            for piece, gradient_C in zip(pieces, gradient_N.split(list(map(len, log_probs))), strict=True):
                 if len(pieces) > 1:
                     chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
                 d_logits_CV = chunk.gradient(gradient_C)

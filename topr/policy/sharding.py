@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -74,17 +74,13 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
     dtype = torch.bfloat16 if bfloat16 else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.layers:
-        norms = [part for part in layer.modules() if _is_norm(part)]
+        norms = [part for part in layer.modules() if {p.dim() for p in part.parameters(recurse=False)} == {1}]
         if bfloat16 and norms:
             fully_shard(norms, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=mesh)
     policy.reshard_layers = reshard
     register_fsdp_forward_method(policy, "logits")
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return {parameter.dim() for parameter in module.parameters(recurse=False)} == {1}
 
 
 @contextmanager
