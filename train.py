@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import yaml
-from jsonargparse import dict_to_namespace, get_loader, set_loader
+from jsonargparse import dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -44,23 +44,6 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
     """The parser of a subcommand."""
 
     hint = " (python train.py fit --help lists every key)"
-
-
-def load_yaml(text: str) -> Any:
-    """The value of a YAML text; a key that stands twice is an error, since the parser would take the last one."""
-    nodes = [yaml.compose(text, Loader=yaml.CSafeLoader)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.MappingNode):
-            keys = [str(key.value) for key, _ in node.value]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"the key {max(keys, key=keys.count)!r} stands twice")
-            nodes += [value for _, value in node.value]
-    return PLAIN_YAML(text)
-
-
-PLAIN_YAML = get_loader("yaml")
-set_loader("yaml", load_yaml, (yaml.YAMLError, ValueError))
 
 
 class SaveConfig(SaveConfigCallback):

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from conftest import ROOT, clear_caches, make_policy, make_trajectories, rejected, write
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
@@ -77,31 +76,14 @@ def test_an_unknown_command_is_rejected(run):
     rejected(run, "fitt", "fitt")
 
 
-TEXTS = {  # wrong, words of the error, corrected
-    "a key that stands twice": ("data: {samples: 8}\ndata: {batch_size: 4}", "stands twice", "data: {batch_size: 4}"),
-    "a key that stands twice below": ("data:\n  samples: 8\n  samples: 4\n", "stands twice", "data:\n  samples: 8\n"),
-    "no YAML": ("data: {batch_size: 8", "line 1", "data: {batch_size: 8}"),
-    "an object of Python": ("data: {samples: !!python/name:os.system }", "python/name:os.system", "data: {samples: 3}"),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_yaml_text_that_is_ambiguous_or_broken_is_rejected(name):
-    wrong, words, corrected = TEXTS[name]
-    with pytest.raises(yaml.YAMLError, match=words):
-        train.load_yaml(wrong)
-    assert train.load_yaml(corrected) == yaml.safe_load(corrected)
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"data: {batch_size: \xff}", "more.yaml: 'utf-8' codec can't decode byte 0xff"),
         (b"data: {batch_size: 8", "more.yaml: Problems parsing config"),
-        (b"data: {samples: 8, samples: 4}", "more.yaml: Problems parsing config: the key 'samples' stands twice"),
         (b"data: {bach_size: 8}", "does not accept option 'data.bach_size'"),
     ],
-    ids=["not UTF-8", "no YAML", "a key twice", "an unknown key"],
+    ids=["not UTF-8", "no YAML", "an unknown key"],
 )
 def test_a_config_file_that_cannot_be_parsed_is_rejected(run, good, content, words):
     Path("more.yaml").write_bytes(content)
