@@ -19,14 +19,8 @@ from topr.losses.topr import TOPR, Ratio, RatioLoss, rho, truncated_ratio
 
 
 class PPO(RatioLoss):
-    """-(1/T) sum_t min(r_t A, clip(r_t, 1 - low, 1 + high) A) (arXiv:1707.06347), offline, no KL, no critic.
-
-    Args:
-        clip_low: epsilon below 1, where a negative loses its gradient.
-        clip_high: epsilon above 1, where a positive loses its gradient.
-        baseline: c, subtracted from every reward.
-        ratio: `token` is PPO's; see `RatioLoss` for the others.
-    """
+    """-(1/T) sum_t min(r_t A, clip(r_t, 1 - low, 1 + high) A) (arXiv:1707.06347), offline, no KL, no critic. `ratio:
+    token` is PPO's; see `RatioLoss` for the others."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
         super().__init__(ratio)
