@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.callbacks.evaluate import Evaluate
-from topr.distributed import Preempted, same_error_on_all_ranks, stop_requested, total_norm
+from topr.distributed import Preempted, stop_requested
 from topr.io import InputError, atomic, first_line, remove
 
 PREEMPTED = "preempted.ckpt"  # written on SIGTERM, removed when training ends
@@ -96,10 +96,6 @@ class ExactResume(Callback):
     on_validation_start = on_test_start = on_predict_start = listen  # type: ignore[assignment]
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        if not total_norm(module.parameters()).isfinite():
-            message = f"some weights are NaN or infinite after update {trainer.global_step}; earlier ones are kept"
-            with same_error_on_all_ranks():
-                raise InputError(f"{message}: lower the learning rate and resume with --ckpt_path last")
         checkpoint["random"] = {"cpu": torch.get_rng_state()}
         if module.device.type == "cuda":
             checkpoint["random"]["cuda"] = torch.cuda.get_rng_state(module.device)
