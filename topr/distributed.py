@@ -5,13 +5,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from topr.io import InputError
 
@@ -50,12 +48,6 @@ def gather(value: Any) -> list[Any]:
     values = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """L2 norm of all tensors together, the same on every rank if they are sharded."""
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @contextmanager

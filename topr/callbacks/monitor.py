@@ -11,9 +11,10 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens
-from topr.distributed import gather, same_error_on_all_ranks, total_norm
+from topr.distributed import gather, same_error_on_all_ranks
 from topr.io import DivergedError, InputError
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
@@ -64,8 +65,9 @@ class Monitor(Callback):
         values, indices = (np.concatenate(parts, axis=-1) for parts in zip(*gather(local), strict=True))
         real = values[0] > 0  # no filler
         rows = dict(zip(COLUMNS, values[:, real], strict=True)) | {"trajectory": indices[real]}
-        step, gradients = trainer.global_step, (p.grad for p in module.parameters() if p.grad is not None)
-        norm = float(total_norm(gradients))  # before clipping
+        step = trainer.global_step
+        total = torch.nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
         check_finite(trainer, rows, norm)
         if step == 0:
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
