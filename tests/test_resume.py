@@ -17,8 +17,9 @@ from torture import curves
 
 import evaluate
 import train
+from topr import callbacks
 from topr.batching import MicroBatches, TrainLoader
-from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor, export
+from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor
 from topr.callbacks.resume import updates
 from topr.evaluation import pipeline
 from topr.io import InputError
@@ -412,7 +413,9 @@ def limit_call(patch, small_disk, owner, name: str, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "number", "kept"), [(torch, "save", 2, 2), (export, "export_policy", 1, 6)])
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "kept"), [(torch, "save", 2, 2), (callbacks.evaluate, "export_policy", 1, 6)]
+)
 def test_a_full_disk_is_explained_and_complete_checkpoints_are_kept(
     fit, monkeypatch, small_disk, owner, name, number, kept
 ):

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor, export
+from topr import callbacks
+from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor
 from topr.evaluation import pipeline
 from topr.sampling import LocalSampler
 from topr.trajectories import read_trajectories
@@ -39,7 +40,7 @@ PHASES = {
     "validation": (Evaluate, "on_validation_batch_end"),
     "sampling": (LocalSampler, "sample"),
     "writing": (pipeline, "write_trajectories"),
-    "export": (export, "export_policy"),
+    "export": (callbacks.evaluate, "export_policy"),
 }
 SAMPLES, EPOCHS, ROWS = 3, 2, 40
 

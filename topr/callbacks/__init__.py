@@ -4,7 +4,6 @@ Not here: the loss and its reduction (`topr/module.py`). In the hooks, `trainer`
 `PolicyModule`; both are annotated `Any`, since Lightning's annotations lack most of what they hold.
 """
 
-from topr.callbacks.evaluate import Evaluate
-from topr.callbacks.export import ExportPolicy
+from topr.callbacks.evaluate import Evaluate, ExportPolicy
 from topr.callbacks.monitor import Monitor
 from topr.callbacks.resume import AtomicCheckpointIO, ExactResume

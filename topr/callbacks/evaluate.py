@@ -1,5 +1,6 @@
-"""Validation, test and predict: sample responses to a batch of problems, grade them, log or write what was found."""
+"""Validation, test and predict: sample and grade responses. Export with the figures before and after training."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import Callback
 
+from topr.callbacks.monitor import Monitor
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import (
     PerProblem,
@@ -18,7 +20,10 @@ from topr.evaluation import (
     sample_and_grade,
     summarise,
 )
-from topr.policy.sharding import full_weights
+from topr.io import write_text
+from topr.policy import export_policy
+from topr.policy.model import merge_adapter
+from topr.policy.sharding import full_state_dict, full_weights
 from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.tasks import Problem, Task
 from topr.trajectories import Trajectory
@@ -126,6 +131,61 @@ class Evaluate(Callback):
         gather(None)  # until every rank has written its files
         rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
         module.print(f"{rows} trajectories are under {folder}.")
+
+
+class ExportPolicy(Callback):
+    """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to the run's folder."""
+
+    def __init__(self):
+        self.before: dict[str, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["before"]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if self.before is None:
+            self.before = self._measure(trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        data, monitor = trainer.datamodule, find(trainer, Monitor)
+        summary = {"max_abs_log_ratio_at_start": monitor.max_abs_log_ratio}
+        summary |= {"before": self.before, "after": self._measure(trainer)} if data.test is not None else {}
+        summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
+        tokens, seconds = monitor.speed.total
+        summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
+        if not trainer.fast_dev_run:
+            folder = Path(trainer.log_dir)
+            weights = full_state_dict(module.policy)
+            if trainer.is_global_zero:
+                if module.lora is None:
+                    export_policy(module.policy, folder / "policy", weights)
+                else:
+                    export_policy(module.policy, folder / "adapter", weights)
+                    export_policy(merge_adapter(module.policy.name, folder / "adapter"), folder / "policy")
+                write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            module.print(f"Policy and summary.json are in {folder}.")
+        if "after" in summary:
+            names = [name for name in summary["after"] if name not in ("problems", "samples")]
+            module.print("test      " + "".join(f"{name:>10}" for name in names))
+            for when in ("before", "after"):
+                module.print(f"{when:10}" + "".join(f"{summary[when][name]:>10.3f}" for name in names))
+
+    def _measure(self, trainer: Any) -> dict[str, float] | None:
+        """Means of the metrics over the test problems, if there are any."""
+        data = trainer.datamodule
+        if data.test is None:
+            return None
+        figures = find(trainer, Evaluate).measure(trainer, "test", data.own_problems("test"))
+        means = {name.removeprefix("test/"): value for name, value in figures.items() if name.startswith("test/")}
+        return means | {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
+
+
+def find(trainer: Any, kind: type) -> Any:
+    """The trainer's callback of this class."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
 @contextmanager
