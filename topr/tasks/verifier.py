@@ -10,8 +10,7 @@ from topr.io import InputError
 from topr.policy.tokenizer import render_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade, question_prompt
-from topr.trajectories import Trajectory, read_trajectories
-from topr.trajectories.rows import resolve_files
+from topr.trajectories.file import Trajectory, read_trajectories, resolve_files
 
 
 @dataclass(eq=False)

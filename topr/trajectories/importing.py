@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
+
 from topr.io import InputError
-from topr.trajectories.file import Trajectory, add_log_probs, write_trajectories
-from topr.trajectories.rows import Types, load_rows
+from topr.trajectories.file import Trajectory, Types, add_log_probs, load_rows, write_trajectories
 
 FORMATS = [  # keys of the prompt (absent where the response is a conversation that starts with it), response, reward
     ("prompt", "response", "reward"),
@@ -27,7 +28,7 @@ Precision = Literal["32-true", "bf16-mixed"]
 
 
 def import_file(
-    source: str, policy: str, out: str | Path, microbatch_tokens: int = 16384, precision: Precision = "32-true"
+    source: str, policy: str, out: str | Path, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
 ) -> int:
     """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long.
 
@@ -37,6 +38,7 @@ def import_file(
     Args:
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
+        microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
     """
     import torch
