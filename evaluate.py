@@ -4,8 +4,6 @@ import gc
 import hashlib
 import json
 import os
-import re
-import sys
 from dataclasses import fields, replace
 from itertools import chain, product
 from pathlib import Path
@@ -17,8 +15,7 @@ from tqdm import tqdm
 
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation import SamplingJob, check_prompts, explain_out_of_memory, per_problem, summarise
-from topr.evaluation.benchmarks import BENCHMARKS
-from topr.evaluation.pipeline import read_parts
+from topr.evaluation.pipeline import BENCHMARKS, read_parts
 from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
@@ -40,7 +37,6 @@ def evaluate(
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
     devices: PositiveInt | None = None,
-    threads: PositiveInt | None = None,
 ) -> None:
     """Sample, grade and tabulate, with 95% bootstrap intervals over problems.
 
@@ -55,7 +51,6 @@ def evaluate(
         microbatch_tokens: tokens of one scoring forward.
         precision: of sampling and scoring.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
-        threads: CPU threads; 1 is fastest for a tiny model.
     """
     if max(k) > samples:
         raise InputError(f"--k {max(k)} is more than the --samples {samples} of each problem; raise --samples")
@@ -73,8 +68,6 @@ def evaluate(
         jobs[one, name] = SamplingJob(one, task, problems, samples, parameters, seed, precision)
     if verifier:
         load_tokenizer(verifier)
-    if threads:
-        torch.set_num_threads(threads)
     count = devices or max(1, torch.cuda.device_count())
     if count > 1 or int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
         from lightning.fabric import Fabric
@@ -142,9 +135,7 @@ def parse() -> dict[str, Any]:
     parser.add_class_arguments(Sampling, as_group=False, skip={"stop"})
     parser.set_defaults({field.name: None for field in fields(Sampling)})  # the benchmark's
     parser.add_function_arguments(evaluate, as_group=False, skip={"policy", "benchmark", "k", "sampling"})
-    # names of options may have dashes
-    given = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in sys.argv[1:]]
-    args = vars(parser.parse_args(given))
+    args = vars(parser.parse_args())
     del args["config"]
     args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
     if args.pop("greedy"):

@@ -14,10 +14,19 @@ import numpy as np
 from topr.io import InputError, first_line, is_out_of_memory, sweep
 from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
-from topr.tasks import Grade, Problem, Task
+from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
+from topr.tasks.arithmetic.task import Filler
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file
+STRONG = Arithmetic(operations=(2, 5), filler=Filler())  # as far as grades and the length of responses go
+# name: task, file or hub data set of its problems, verifier of its solutions
+BENCHMARKS: dict[str, tuple[Task, str, Verifier]] = {
+    "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
+    "arithmetic_strong": (STRONG, "data/arithmetic/strong/test.jsonl", ArithmeticVerifier(balance=False)),
+    "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
+    "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
+}
 
 
 def sample_and_grade(
