@@ -20,6 +20,7 @@ from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler, Sampling
+from topr.sampling.base import Stop
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 
@@ -131,7 +132,7 @@ def parse() -> dict[str, Any]:
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=about)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
-    parser.add_argument("--stop", nargs="*", help="texts that end a response")
+    parser.add_argument("--stop", nargs="*", type=Stop, help="texts that end a response")
     parser.add_class_arguments(Sampling, as_group=False, skip={"stop"})
     parser.set_defaults({field.name: None for field in fields(Sampling)})  # the benchmark's
     parser.add_function_arguments(evaluate, as_group=False, skip={"policy", "benchmark", "k", "sampling"})
