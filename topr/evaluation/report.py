@@ -26,8 +26,8 @@ def cell(value: Any, scale: int = 100, sign: str = "") -> str:
 
 def table(rows: dict[str, Row], sign: str = "") -> str:
     """Markdown table of labelled rows: their summaries (shares in per cent) and whole numbers."""
-    names = [name for row in rows.values() for name, value in row.items() if is_summary(value) or type(value) is int]
-    names = list(dict.fromkeys(names))
+    found = [item for row in rows.values() for item in row.items()]
+    names = list(dict.fromkeys(name for name, value in found if is_summary(value) or type(value) is int))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for label, row in rows.items():
         cells = [cell(row.get(name, ""), 1 if name == "length" else 100, sign) for name in names]
@@ -36,10 +36,8 @@ def table(rows: dict[str, Row], sign: str = "") -> str:
 
 
 def write_report(out: Path, results: Any, rows: dict[str, dict[str, Row]]) -> str:
-    """Write results.json, results.md (whose text is returned) and results.png.
-
-    `rows` are tabulated and drawn; their keys are a series and a place on the horizontal axis.
-    """
+    """Write results.json, results.md (whose text is returned) and results.png. `rows` are tabulated and drawn; their
+    keys are a series and a place on the horizontal axis."""
     labelled = {f"{series}, {place}": row for series, group in rows.items() for place, row in group.items()}
     text = f"{table(labelled)}\nPer cent (length: tokens) with 95% bootstrap intervals over problems.\n"
     for name in dict.fromkeys(key for row in labelled.values() for key in row if key.startswith("difference")):

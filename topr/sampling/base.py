@@ -46,9 +46,7 @@ class Sampler(ABC):
     @abstractmethod
     def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
         """n responses to each prompt, the same for the same arguments; global random generators keep their states.
-
-        A prompt has fewer than n if the sampler drops responses whose token ids are not certain; it then warns.
-        """
+        A prompt has fewer if the sampler drops responses whose token ids are not certain; it then warns."""
 
 
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:

@@ -30,10 +30,8 @@ COSTLY = re.compile(
 
 
 class MATH(Task):
-    r"""MATH (Hendrycks et al., 2021) and its selection MATH-500.
-
-    Rows hold `problem` and either `answer` or, as in the training split, `solution`, whose last box is the answer.
-    """
+    """MATH (Hendrycks et al., 2021) and its selection MATH-500. Rows hold `problem` and either `answer` or, as in the
+    training split, `solution`, whose last box is the answer."""
 
     name = "math"
     sampling = Sampling(temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"])
@@ -52,16 +50,13 @@ class MATH(Task):
         return question_prompt("math", problem.prompt, tokenizer)
 
     def grade(self, response: str, gold: str) -> Grade:
-        r"""+1 if the last complete box means the same as the gold; invalid without a box or with over 400 characters.
-
-        The answer is in normal form (see `latex.py`); correct answers take that of the gold, and so vote together.
-        Formulas that are costly to compute are wrong; `valid` is None if the comparison failed.
-        """
+        """+1 if the last complete box means the same as the gold; invalid without a box or with over 400 characters.
+        The answer is in normal form (see `latex.py`), a correct one in the gold's, so that they vote together.
+        Formulas that are costly to compute are wrong; `valid` is None if the comparison failed."""
         box = last_box(after_thinking(response)) or ""
-        answer, units = read(box if len(box) <= 400 else "")
+        (answer, units), (right, right_units) = read(box if len(box) <= 400 else ""), read(gold)
         if not answer:
             return Grade(-1.0, False, None)
-        right, right_units = read(gold)
         if units and right_units and not units & right_units:
             return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # no vote for the bare number
         compared = [

@@ -30,9 +30,8 @@ Precision = Literal["32-true", "bf16-mixed"]
 def import_file(
     source: str, policy: str, out: str | Path, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
 ) -> int:
-    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long.
-
-    A text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
+    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long. A
+    text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
     token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
 
     Args:
@@ -66,7 +65,6 @@ def import_file(
 
 
 def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
-    """The trajectories of an entry, without log-probs."""
     from topr.policy.tokenizer import encode, encode_prompt
 
     row = {key: value for key, value in row.items() if value is not None}
