@@ -96,10 +96,9 @@ def evaluate(
         return read_parts(folder)
 
     def weights(name: str, verifier: str, candidates: list[Trajectory]) -> list[float]:
-        """The verifier's weight of each response."""
         task = BENCHMARKS[name][2]
-        parameters = replace(task.sampling, max_new_tokens=sampling.get("max_new_tokens", task.sampling.max_new_tokens))
-        problems = task.candidates(candidates)
+        longest = sampling.get("max_new_tokens", task.sampling.max_new_tokens)
+        problems, parameters = task.candidates(candidates), replace(task.sampling, max_new_tokens=longest)
         check_prompts(verifier, task, problems, parameters)
         job = SamplingJob(verifier, task, problems, critiques, parameters, seed, precision)
         found = responses(f"{name}-verifier", job)

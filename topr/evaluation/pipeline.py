@@ -60,12 +60,9 @@ def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sa
     for problem in problems:
         ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1]
         if not ids or max(ids) >= vocabulary or len(ids) + sampling.max_new_tokens > context:
-            long = (
-                f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} exceed the policy's context"
-            )
-            bad = f"the prompt is empty or beyond the policy's vocabulary of {vocabulary}"
-            remedy = "lower max_new_tokens or drop the problem"
-            raise InputError(f"problem {problem.id!r}: {long} of {context}, or {bad}; {remedy}")
+            long = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} exceed"
+            bad = f"the prompt is empty or beyond the policy's vocabulary of {vocabulary}; drop it"
+            raise InputError(f"problem {problem.id!r}: {long} the policy's context of {context}, or {bad}")
 
 
 @contextmanager
@@ -123,13 +120,12 @@ class SamplingJob:
 
     def sample_part(
         self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
-    ) -> int:
-        """Sample, grade, score and write the responses to these problems, unless there are none; their number."""
+    ) -> None:
+        """Sample, grade, score and write the responses to these problems, unless there are none."""
         seed = derived_seed(self.seed, *path.stem.encode())
         if trajectories := sample_and_grade(sampler, policy, self.task, problems, self.samples, self.sampling, seed):
             add_log_probs(policy, trajectories, microbatch_tokens)
             write_trajectories(path, trajectories, self.metadata)
-        return len(trajectories)
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

@@ -65,9 +65,7 @@ def draw(path: Path, rows: dict[str, dict[str, Row]]) -> None:
             mean = 100 * np.array([point["mean"] for point in points.values()])
             ends = np.abs(100 * np.array([point["interval"] for point in points.values()]).T - mean)
             axis.errorbar(list(points), mean, ends, fmt="o", capsize=3, label=series)
-        axis.set_title(metric)
-        axis.set_xticks(range(len(places)), places)
-        axis.set_ylim(bottom=0)
+        axis.set(title=metric, xticks=range(len(places)), xticklabels=places, ylim=(0, None))
     axes[0].set_ylabel("per cent, 95% interval")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     with atomic(path) as temporary:

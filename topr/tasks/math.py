@@ -39,14 +39,12 @@ class MATH(Task):
     columns = {"problem": (str,)}
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        """Convert a row to a problem with the id `unique_id`, by default the row's index."""
         gold = row["answer"] if isinstance(row.get("answer"), str) else last_box(str(row.get("solution", "")))
         if gold is None:
             raise InputError(rf"MATH: row {index} has neither an answer nor a solution with a \boxed{{}}; add one")
         return Problem(str(row.get("unique_id", index)), row["problem"], gold)
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        """The question, with an instruction to box the answer."""
         return question_prompt("math", problem.prompt, tokenizer)
 
     def grade(self, response: str, gold: str) -> Grade:

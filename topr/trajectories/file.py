@@ -87,10 +87,9 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         content = json.loads((file.metadata.metadata or {}).get(b"topr", b"{}"))
     if pa.types.is_boolean(columns["reward"].type):
         raise InputError(f"{path}: column 'reward' has type bool; write +1 and -1")
-    metadata = {key: content.get(key) for key in METADATA_KEYS}
-    if metadata["schema"] not in (None, SCHEMA_VERSION):
-        raise InputError(f"{path} has schema {metadata['schema']}, expected {SCHEMA_VERSION}; import it again")
-    return metadata
+    if content.get("schema") not in (None, SCHEMA_VERSION):
+        raise InputError(f"{path} has schema {content['schema']}, expected {SCHEMA_VERSION}; import it again")
+    return {key: content.get(key) for key in METADATA_KEYS}
 
 
 def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
@@ -116,7 +115,6 @@ def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**
 
 
 def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Each kind of problem: which rows have it, and a sentence on it."""
     from topr.losses import LARGEST
 
     lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "response_ids", "ref_logprobs")}

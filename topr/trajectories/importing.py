@@ -69,8 +69,8 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
 
     row = {key: value for key, value in row.items() if value is not None}
     if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
-        gold = row.get("gts", row.get("gold"))
-        row = {key: row[key] for key in row.keys() - {"gts", "reward"}} | {"gold": gold}
+        row["gold"] = row.pop("gts", row.get("gold"))
+        row.pop("reward", None)
     graded: dict[str, Any] = {"valid": row.get("valid")}
     graded |= {name: str(row[name]) for name in ("answer", "gold") if isinstance(row.get(name), OPTIONAL[name])}
     trajectories = []
