@@ -123,7 +123,8 @@ def evaluate(
     print(f"{text}\nwrote results.json, results.md, results.png and responses.parquet under {out}")
 
 
-def parse() -> dict[str, Any]:
+def main() -> None:
+    end_with_parent()
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
@@ -133,22 +134,17 @@ def parse() -> dict[str, Any]:
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
     parser.add_argument("--stop", nargs="*", type=Stop, help="texts that end a response")
     parser.add_class_arguments(Sampling, as_group=False, skip={"stop"})
-    parser.set_defaults({field.name: None for field in fields(Sampling)})  # the benchmark's
+    names = [field.name for field in fields(Sampling)]
+    parser.set_defaults(dict.fromkeys(names))  # the benchmark's
     parser.add_function_arguments(evaluate, as_group=False, skip={"policy", "benchmark", "k", "sampling"})
-    args = vars(parser.parse_args())
-    del args["config"]
-    args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
-    if args.pop("greedy"):
-        args |= {"temperature": 0.0, "samples": 1}
-    sampling = {field.name: args.pop(field.name) for field in fields(Sampling)}
-    args["sampling"] = {name: value for name, value in sampling.items() if value is not None}
-    return args | {"k": sorted(set(args["k"] or [args["samples"]]))}
-
-
-def main() -> None:
-    end_with_parent()
     with command():
-        evaluate(**parse())
+        args = vars(parser.parse_args())
+        del args["config"]
+        args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
+        if args.pop("greedy"):
+            args |= {"temperature": 0.0, "samples": 1}
+        sampling = {name: value for name in names if (value := args.pop(name)) is not None}
+        evaluate(**args | {"sampling": sampling, "k": sorted(set(args["k"] or [args["samples"]]))})
 
 
 if __name__ == "__main__":

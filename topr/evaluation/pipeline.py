@@ -50,7 +50,6 @@ def sample_and_grade(
 
 
 def derived_seed(*parts: int) -> int:
-    """One seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 

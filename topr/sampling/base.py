@@ -36,10 +36,8 @@ class Sampling:
 
 
 class Response(NamedTuple):
-    """Sampled token ids; `finished` says that the last one is an end token."""
-
     ids: Ids
-    finished: bool
+    finished: bool  # the last id is an end token
 
 
 class Sampler(ABC):

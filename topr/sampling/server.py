@@ -114,8 +114,7 @@ class ServerSampler(Sampler):
 
 def _to_text(policy: Policy, prompt: Ids) -> str | None:
     """The text that a server's tokenizer turns into these ids; None if there is none."""
-    added = policy.tokenizer("")["input_ids"]  # special tokens
-    text = policy.tokenizer.decode(prompt[len(added) :])
+    text = policy.tokenizer.decode(prompt[len(policy.tokenizer("")["input_ids"]) :])  # without special tokens
     return text if policy.tokenizer(text)["input_ids"] == prompt else None
 
 

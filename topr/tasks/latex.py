@@ -22,8 +22,8 @@ def tables() -> SimpleNamespace:
             rule[:] = re.compile(pattern), by_group
     found.characters, found.units = str.maketrans(found.characters), [kind.split() for kind in found.units]
     names = "|".join(name for kind in found.units for name in kind if name.isalpha() and len(name) > 1)
-    found.unit = re.compile("".join(found.unit).replace("NAMES", names))
-    found.says_more = re.compile("".join(found.says_more))
+    for name in ("unit", "says_more", "costly"):
+        setattr(found, name, re.compile("".join(getattr(found, name)).replace("NAMES", names)))
     return found
 
 

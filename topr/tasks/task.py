@@ -16,8 +16,6 @@ Prompt = str | list[dict[str, str]]  # text that the policy continues, or chat m
 
 
 class Grade(NamedTuple):
-    """Verdict on one response."""
-
     reward: float  # +1 correct, -1 incorrect
     valid: bool | None  # whether the response holds a readable answer; None: the grader gave up, and the reward is -1
     answer: str | None  # the answer in canonical form, equal for equal answers; None if invalid
@@ -30,11 +28,9 @@ def exact_grade(answer: str | None, gold: str) -> Grade:
 
 @dataclass
 class Problem:
-    """A question with its reference answer."""
-
     id: str
     prompt: str
-    gold: str
+    gold: str  # the reference answer
     solution: str | None = None  # a candidate solution, for verifiers
 
 

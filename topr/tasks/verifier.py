@@ -37,7 +37,6 @@ class Verifier(Task):
         return [problems[i] for i in sorted(i for indices in by_gold for i in rng.sample(indices, count))]
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
-        """One problem for each trajectory, in the same order."""
         correct, incorrect = self.verdicts
         return [
             Problem(f"{t.prompt_id}/{index}", t.prompt, correct if t.reward > 0 else incorrect, t.response)
