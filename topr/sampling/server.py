@@ -11,8 +11,6 @@ from topr.io import InputError, first_line
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
-REMEDY = "check that the server runs and the sampler's url, model and flavour; if it is busy, raise timeout or retries"
-
 
 class ServerSampler(Sampler):
     """Samples on OpenAI-compatible servers, for `predict`; a server that serves another policy goes undetected.
@@ -56,7 +54,8 @@ class ServerSampler(Sampler):
             results = asyncio.run(self._request(policy, requests, sampling))
         except openai.APIError as error:
             why = first_line(error.__cause__) if error.__cause__ else error.body or error
-            raise InputError(f"{error.request.url} fails: {why}; {REMEDY}") from error
+            remedy = "check that the server runs and the sampler's url, model and flavour; or raise timeout or retries"
+            raise InputError(f"{error.request.url} fails: {why}; {remedy}") from error
         dropped = results.count(None)
         self.usable = self.usable or dropped < len(results)
         if dropped:

@@ -15,11 +15,9 @@ import yaml
 def tables() -> SimpleNamespace:
     """The tables of `latex.yaml`, their patterns compiled."""
     found = SimpleNamespace(**yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")))
-    for rules in (found.spelling, found.formulas):
-        for rule in rules:
-            pattern, spelling = rule
-            by_group = spelling if isinstance(spelling, str) else lambda m, words=spelling: words.get(m[1], m[0])
-            rule[:] = re.compile(pattern), by_group
+    for rule in found.spelling + found.formulas:
+        pattern, new = rule
+        rule[:] = re.compile(pattern), new if isinstance(new, str) else lambda m, new=new: new.get(m[1], m[0])
     found.characters, found.units = str.maketrans(found.characters), [kind.split() for kind in found.units]
     names = "|".join(name for kind in found.units for name in kind if name.isalpha() and len(name) > 1)
     for name in ("unit", "says_more", "costly"):

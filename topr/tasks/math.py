@@ -52,12 +52,11 @@ class MATH(Task):
             return Grade(-1.0, False, None)
         if units and right_units and not units & right_units:
             return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # no vote for the bare number
-        compared = [
-            rf"\frac{{({text})\cdot\pi}}{{180}}" if "degree" in own and r"\pi" in other else text
-            for text, own, other in ((right, right_units, answer), (answer, units, right))
-        ]
+        radians = r"\frac{(%s)\cdot\pi}{180}"
+        one = radians % right if "degree" in right_units and r"\pi" in answer else right
+        other = radians % answer if "degree" in units and r"\pi" in right else answer
         try:
-            same = answer == right or (not tables().costly.search(answer) and judge.same(*compared))
+            same = answer == right or (not tables().costly.search(answer) and judge.same(one, other))
         except TimeoutError:
             return Grade(-1.0, None, answer)
         return Grade(1.0, True, right) if same else Grade(-1.0, True, answer)
