@@ -4,8 +4,6 @@ import gc
 import hashlib
 import json
 import os
-import re
-import sys
 from dataclasses import fields, replace
 from itertools import chain, product
 from pathlib import Path
@@ -17,12 +15,12 @@ from tqdm import tqdm
 
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation import SamplingJob, check_prompts, explain_out_of_memory, per_problem, summarise
-from topr.evaluation.benchmarks import BENCHMARKS
-from topr.evaluation.pipeline import read_parts
+from topr.evaluation.pipeline import BENCHMARKS, read_parts
 from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler, Sampling
+from topr.sampling.base import Stop
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 
@@ -40,7 +38,6 @@ def evaluate(
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
     devices: PositiveInt | None = None,
-    threads: PositiveInt | None = None,
 ) -> None:
     """Sample, grade and tabulate, with 95% bootstrap intervals over problems.
 
@@ -55,7 +52,6 @@ def evaluate(
         microbatch_tokens: tokens of one scoring forward.
         precision: of sampling and scoring.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
-        threads: CPU threads; 1 is fastest for a tiny model.
     """
     if max(k) > samples:
         raise InputError(f"--k {max(k)} is more than the --samples {samples} of each problem; raise --samples")
@@ -73,8 +69,6 @@ def evaluate(
         jobs[one, name] = SamplingJob(one, task, problems, samples, parameters, seed, precision)
     if verifier:
         load_tokenizer(verifier)
-    if threads:
-        torch.set_num_threads(threads)
     count = devices or max(1, torch.cuda.device_count())
     if count > 1 or int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
         from lightning.fabric import Fabric
@@ -102,10 +96,9 @@ def evaluate(
         return read_parts(folder)
 
     def weights(name: str, verifier: str, candidates: list[Trajectory]) -> list[float]:
-        """The verifier's weight of each response."""
         task = BENCHMARKS[name][2]
-        parameters = replace(task.sampling, max_new_tokens=sampling.get("max_new_tokens", task.sampling.max_new_tokens))
-        problems = task.candidates(candidates)
+        longest = sampling.get("max_new_tokens", task.sampling.max_new_tokens)
+        problems, parameters = task.candidates(candidates), replace(task.sampling, max_new_tokens=longest)
         check_prompts(verifier, task, problems, parameters)
         job = SamplingJob(verifier, task, problems, critiques, parameters, seed, precision)
         found = responses(f"{name}-verifier", job)
@@ -130,7 +123,8 @@ def evaluate(
     print(f"{text}\nwrote results.json, results.md, results.png and responses.parquet under {out}")
 
 
-def parse() -> dict[str, Any]:
+def main() -> None:
+    end_with_parent()
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
@@ -138,26 +132,19 @@ def parse() -> dict[str, Any]:
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=about)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
-    parser.add_argument("--stop", nargs="*", help="texts that end a response")
+    parser.add_argument("--stop", nargs="*", type=Stop, help="texts that end a response")
     parser.add_class_arguments(Sampling, as_group=False, skip={"stop"})
-    parser.set_defaults({field.name: None for field in fields(Sampling)})  # the benchmark's
+    names = [field.name for field in fields(Sampling)]
+    parser.set_defaults(dict.fromkeys(names))  # the benchmark's
     parser.add_function_arguments(evaluate, as_group=False, skip={"policy", "benchmark", "k", "sampling"})
-    # names of options may have dashes
-    given = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in sys.argv[1:]]
-    args = vars(parser.parse_args(given))
-    del args["config"]
-    args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
-    if args.pop("greedy"):
-        args |= {"temperature": 0.0, "samples": 1}
-    sampling = {field.name: args.pop(field.name) for field in fields(Sampling)}
-    args["sampling"] = {name: value for name, value in sampling.items() if value is not None}
-    return args | {"k": sorted(set(args["k"] or [args["samples"]]))}
-
-
-def main() -> None:
-    end_with_parent()
     with command():
-        evaluate(**parse())
+        args = vars(parser.parse_args())
+        del args["config"]
+        args |= {key: [args[key]] for key in ("policy", "benchmark") if isinstance(args[key], str)}  # in YAML
+        if args.pop("greedy"):
+            args |= {"temperature": 0.0, "samples": 1}
+        sampling = {name: value for name in names if (value := args.pop(name)) is not None}
+        evaluate(**args | {"sampling": sampling, "k": sorted(set(args["k"] or [args["samples"]]))})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -225,8 +226,9 @@ def test_two_devices_evaluate_as_one_does(run, policy, tmp_path):
     given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--samples", "2", "--rows", "64"]
     given += ["--verifier", ROOT / "data" / "arithmetic" / "verifier" / "base", "--critiques", "2"]
     assert run(evaluate.main, *given, "--out", "one")[0] == 0
-    command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", "2", "--threads", "1"]
-    done = subprocess.run(list(map(str, command)), cwd=run.folder, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", "2"]
+    options: dict = {"cwd": run.folder, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    done = subprocess.run(list(map(str, command)), **options, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     one, two = run.folder / "one", run.folder / "two"
     assert (one / "results.json").read_text() == (two / "results.json").read_text()

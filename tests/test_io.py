@@ -188,3 +188,15 @@ def test_a_parser_names_the_wrong_argument_in_one_sentence():
         assert "--sample" in sentence or '"samples"' in sentence, sentence
         assert sentence.endswith(" (--help lists every argument)") and "\n" not in sentence
     assert parser.parse_args(["--samples", "3"]).samples == 3
+
+
+def test_options_take_dashes_for_underscores_also_in_subcommands():
+    parser, inner = ArgumentParser(), ArgumentParser()
+    parser.add_subcommands().add_subcommand("score", inner)
+    inner.add_argument("--microbatch_tokens", type=int, default=1)
+    inner.add_function_arguments(check_counts, as_group=False, skip={"prefix", "counts"})
+    for arguments in (["--microbatch-tokens", "3", "--most=-5"], ["--microbatch_tokens=3", "--most", "-5"]):
+        args = parser.parse_args(["score", *arguments])
+        assert (args.score.microbatch_tokens, args.score.most) == (3, -5)
+    with pytest.raises(InputError, match="--microbatch-token=3"):
+        parser.parse_args(["score", "--microbatch-token=3"])

@@ -17,7 +17,8 @@ from topr.evaluation.metrics import maj_at_k
 from topr.io import InputError
 from topr.tasks import MATH, Grade, math
 from topr.tasks.equivalence import MEMORY
-from topr.tasks.math import COSTLY, Judge, last_box
+from topr.tasks.latex import tables
+from topr.tasks.math import Judge, last_box
 from topr.tasks.task import PROMPTS
 
 MATH500 = SHARED / "math500.jsonl"
@@ -53,7 +54,7 @@ def test_every_gold_of_math500_equals_itself_and_the_box_of_its_solution():
     assert len(problems) == 500 and problems[0].id == rows[0]["unique_id"]
     for problem, row in zip(problems, rows, strict=True):
         same = grade(problem.gold, problem.gold)
-        assert same.reward == 1 and not COSTLY.search(same.answer), problem
+        assert same.reward == 1 and not tables().costly.search(same.answer), problem
         assert MATH().grade(row["solution"], problem.gold).reward == 1, problem
 
 
@@ -128,7 +129,7 @@ def test_costly_answers_are_wrong_without_being_computed(answer, monkeypatch):
 
 @pytest.mark.parametrize("answer", ["2^{2^3}", "e^{x^2}", "100!", "2^{100}", r"\binom{20}{10}", "n!", "x^{n+1}"])
 def test_ordinary_powers_and_factorials_are_computed(answer):
-    assert not COSTLY.search(answer)
+    assert not tables().costly.search(answer)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def job(base, **changes) -> SamplingJob:
 def write(job, folder, loaded, count: int | None = None) -> list[str]:
     """Write missing parts, all or the first `count`; the names of the files."""
     missing = job.missing_parts(folder)[:count]
-    assert all(job.sample_part(path, problems, LocalSampler(), loaded) for path, problems in missing)
+    for path, problems in missing:
+        job.sample_part(path, problems, LocalSampler(), loaded)
+        assert path.exists()
     return [path.name for path, _ in missing]
 
 

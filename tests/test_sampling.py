@@ -88,12 +88,19 @@ def test_samples_repeat_and_leave_random_state_and_mode_alone(policy):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": 1e-5}, {"top_k": -1}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"stop": ["a", ""]}]
+    "wrong",
+    [{"temperature": 1e-5}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}]
+    + [{"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": 0}, {"stop": ["a", ""]}],
 )
 def test_a_value_outside_its_range_is_rejected(wrong):
-    Sampling(temperature=1e-4, top_k=0, top_p=1.0, max_new_tokens=1, stop=["a"])
-    with pytest.raises(InputError, match="temperature must be 0 or from 1e-4"):
-        Sampling(**wrong)
+    parser = ArgumentParser()
+    parser.add_argument("sampling", type=Sampling)
+    bounds = {"temperature": 1e-4, "top_k": 0, "top_p": 1.0, "max_new_tokens": 1, "stop": ["\n\n\n", "a\n\nb", " "]}
+    for right in (bounds, bounds | {"temperature": 0}):
+        args = parser.parse_object({"sampling": right})
+        assert parser.instantiate(args).sampling == Sampling(**right)
+    with pytest.raises(InputError, match=f"sampling.{next(iter(wrong))}"):
+        parser.parse_object({"sampling": bounds | wrong})
 
 
 def test_a_sampler_takes_only_settings_within_their_ranges():

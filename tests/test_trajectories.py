@@ -23,7 +23,7 @@ from topr.trajectories import (
     write_tables,
     write_trajectories,
 )
-from topr.trajectories.rows import load_rows, resolve_files
+from topr.trajectories.file import load_rows, resolve_files
 
 ROWS = 23
 

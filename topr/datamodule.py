@@ -23,7 +23,7 @@ from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_co
 from topr.sampling import Sampling
 from topr.tasks import Problem, Task
 from topr.trajectories import SCHEMA, read_metadata, validate
-from topr.trajectories.rows import resolve_files
+from topr.trajectories.file import resolve_files
 
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
 NEEDED = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}  # by command

@@ -53,7 +53,12 @@ class OneSentenceErrors:
 
 
 class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
-    """The parser of every command but `train.py`."""
+    """The parser of every command but `train.py`; options may be given with dashes for underscores."""
+
+    def add_argument(self, *args, **kwargs) -> Any:
+        action = super().add_argument(*args, **kwargs)
+        self._option_string_actions |= {name.replace("_", "-"): action for name in action.option_strings}
+        return action
 
 
 @contextmanager

@@ -25,12 +25,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()) -> float:
-    """Expected correctness of the majority answer of k responses, in [0, 1].
-
-    None marks an invalid response, which does not vote. Ties count the mean correctness of the tied answers. Without
-    any vote the result is 0. More than k responses are averaged over disjoint runs of k. Equal answers must be equally
-    correct. A vote weighs 1 unless there are `weights`.
-    """
+    """Expected correctness of the majority answer of k responses, averaged over disjoint runs of k; 0 without votes.
+    None, an invalid response, does not vote; others weigh 1 or their `weights`. Ties count the mean correctness of the
+    tied answers. Equal answers must be equally correct."""
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@k needs 1 <= k <= {len(answers)} responses, got k={k}")
     weights, right = weights or [1.0] * len(answers), dict(zip(answers, correct, strict=True))
@@ -46,11 +43,8 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
 
 
 def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()) -> dict[str, float]:
-    """Metrics of the responses to one problem.
-
-    pass@1; pass@k, maj@k and, given weights, weighted@k for each k; invalid (share without a readable answer); length
-    (mean response tokens); ungraded (share that the grader gave up on).
-    """
+    """Metrics of the responses to one problem: pass@1; pass@k, maj@k and, given weights, weighted@k for each k;
+    invalid (share without a readable answer); length (mean response tokens); ungraded (share without a verdict)."""
     correct = [response.reward > 0 for response in responses]
     answers = [response.answer if response.valid else None for response in responses]
     values = {"pass@1": fmean(correct)}
@@ -60,8 +54,7 @@ def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[
             values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
     values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
     values["length"] = fmean(len(response.response_ids) for response in responses)
-    values["ungraded"] = fmean(response.valid is None for response in responses)
-    return values
+    return values | {"ungraded": fmean(response.valid is None for response in responses)}
 
 
 def group_by_problem(trajectories: Responses) -> list[Responses]:
@@ -90,20 +83,15 @@ class PerProblem(Metric):
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
     def update(self, problems: list[Responses]) -> None:
-        """Add the responses to some problems, or to none."""
         rows = [list(response_metrics(responses, [self.k]).values()) for responses in problems]
-        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        self.values_PM.append(values_PM.reshape(len(rows), len(self.names)))
+        self.values_PM.append(torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names)))
 
     def compute(self) -> dict[str, np.ndarray]:
         return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean of per-problem values, from 2,000 resamples of the problems.
-
-    Paired comparison of two policies: pass the per-problem differences.
-    """
+    """95% percentile bootstrap interval of the mean of values, or paired differences, from 2,000 resamples of them."""
     rng = np.random.default_rng(seed)
     low, high = np.quantile([rng.choice(values, len(values)).mean() for _ in range(2000)], [0.025, 0.975])
     return float(low), float(high)

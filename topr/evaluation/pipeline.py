@@ -14,10 +14,19 @@ import numpy as np
 from topr.io import InputError, first_line, is_out_of_memory, sweep
 from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
-from topr.tasks import Grade, Problem, Task
+from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
+from topr.tasks.arithmetic.task import Filler
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file
+STRONG = Arithmetic(operations=(2, 5), filler=Filler())  # as far as grades and the length of responses go
+# name: task, file or hub data set of its problems, verifier of its solutions
+BENCHMARKS: dict[str, tuple[Task, str, Verifier]] = {
+    "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
+    "arithmetic_strong": (STRONG, "data/arithmetic/strong/test.jsonl", ArithmeticVerifier(balance=False)),
+    "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
+    "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
+}
 
 
 def sample_and_grade(
@@ -29,22 +38,18 @@ def sample_and_grade(
     found = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed)
     trajectories = []
     for problem, (prompt, prompt_ids), responses in zip(problems, prompts, found, strict=True):
-        origin: dict[str, Any] = {"prompt_id": problem.id, "group": problem.id, "gold": problem.gold}
-        origin |= {"prompt": prompt, "prompt_ids": prompt_ids}
-        for response in responses:
+        for ids, finished in responses:
             # special tokens before the end stay in the text: they were sampled, and make an answer wrong
-            text = tokenizer.decode(response.ids[:-1] if response.finished else response.ids)
+            text = tokenizer.decode(ids[:-1] if finished else ids)
             graded = min((text.partition(stop)[0] for stop in sampling.stop), key=len, default=text)
-            grade = task.grade(graded, problem.gold)
-            if task.requires_end and not response.finished:
-                grade = Grade(-1.0, valid=False, answer=None)
-            sampled = {"response": text, "response_ids": response.ids, "finished": response.finished}
-            trajectories.append(Trajectory(**origin, **sampled, ref_logprobs=[], **grade._asdict()))
+            ungradable = task.requires_end and not finished
+            grade = Grade(-1.0, False, None) if ungradable else task.grade(graded, problem.gold)
+            origin, verdict = (problem.id, problem.id, prompt, prompt_ids), (grade.valid, grade.answer, problem.gold)
+            trajectories.append(Trajectory(*origin, text, ids, [], grade.reward, finished, *verdict))
     return trajectories
 
 
 def derived_seed(*parts: int) -> int:
-    """One seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -54,11 +59,9 @@ def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sa
     for problem in problems:
         ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1]
         if not ids or max(ids) >= vocabulary or len(ids) + sampling.max_new_tokens > context:
-            raise InputError(
-                f"problem {problem.id!r}: its prompt of {len(ids)} tokens and max_new_tokens = "
-                f"{sampling.max_new_tokens} exceed the policy's context of {context}, or the prompt is empty or has "
-                f"ids beyond the policy's vocabulary of {vocabulary}; lower max_new_tokens or drop the problem"
-            )
+            long = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} exceed"
+            bad = f"the prompt is empty or beyond the policy's vocabulary of {vocabulary}; drop it"
+            raise InputError(f"problem {problem.id!r}: {long} the policy's context of {context}, or {bad}")
 
 
 @contextmanager
@@ -99,10 +102,8 @@ class SamplingJob:
         return provenance(self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0)
 
     def missing_parts(self, folder: Path) -> list[tuple[Path, list[Problem]]]:
-        """The files that are still to be written, each with its `PART` problems.
-
-        Raises an InputError if the folder holds trajectories of another job.
-        """
+        """The files that are still to be written, each with its `PART` problems; an InputError if the folder holds
+        trajectories of another job."""
         starts = range(0, len(self.problems), PART)
         parts = {folder / f"part-{start // PART:05d}.parquet": self.problems[start : start + PART] for start in starts}
         sweep(folder)
@@ -112,22 +113,18 @@ class SamplingJob:
             found |= found["sampling"] or {}
             changed = [f"{key}: {found.get(key)}, now {now[key]}" for key in now if found.get(key) != now[key]]
             if path not in parts or changed:
-                raise InputError(
-                    f"{path} holds other trajectories than this command samples (another "
-                    f"{'; '.join(changed) or 'set of files'}); name another folder or empty it"
-                )
+                other = f"other trajectories than this command samples ({'; '.join(changed) or 'other files'})"
+                raise InputError(f"{path} holds {other}; name another folder or empty it")
         return [(path, problems) for path, problems in parts.items() if not path.exists()]
 
     def sample_part(
         self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
-    ) -> int:
-        """Sample, grade, score and write the responses to these problems, unless there are none; their number."""
+    ) -> None:
+        """Sample, grade, score and write the responses to these problems, unless there are none."""
         seed = derived_seed(self.seed, *path.stem.encode())
-        trajectories = sample_and_grade(sampler, policy, self.task, problems, self.samples, self.sampling, seed)
-        if trajectories:
+        if trajectories := sample_and_grade(sampler, policy, self.task, problems, self.samples, self.sampling, seed):
             add_log_probs(policy, trajectories, microbatch_tokens)
             write_trajectories(path, trajectories, self.metadata)
-        return len(trajectories)
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

@@ -26,8 +26,8 @@ def cell(value: Any, scale: int = 100, sign: str = "") -> str:
 
 def table(rows: dict[str, Row], sign: str = "") -> str:
     """Markdown table of labelled rows: their summaries (shares in per cent) and whole numbers."""
-    names = [name for row in rows.values() for name, value in row.items() if is_summary(value) or type(value) is int]
-    names = list(dict.fromkeys(names))
+    found = [item for row in rows.values() for item in row.items()]
+    names = list(dict.fromkeys(name for name, value in found if is_summary(value) or type(value) is int))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for label, row in rows.items():
         cells = [cell(row.get(name, ""), 1 if name == "length" else 100, sign) for name in names]
@@ -36,10 +36,8 @@ def table(rows: dict[str, Row], sign: str = "") -> str:
 
 
 def write_report(out: Path, results: Any, rows: dict[str, dict[str, Row]]) -> str:
-    """Write results.json, results.md (whose text is returned) and results.png.
-
-    `rows` are tabulated and drawn; their keys are a series and a place on the horizontal axis.
-    """
+    """Write results.json, results.md (whose text is returned) and results.png. `rows` are tabulated and drawn; their
+    keys are a series and a place on the horizontal axis."""
     labelled = {f"{series}, {place}": row for series, group in rows.items() for place, row in group.items()}
     text = f"{table(labelled)}\nPer cent (length: tokens) with 95% bootstrap intervals over problems.\n"
     for name in dict.fromkeys(key for row in labelled.values() for key in row if key.startswith("difference")):
@@ -67,9 +65,7 @@ def draw(path: Path, rows: dict[str, dict[str, Row]]) -> None:
             mean = 100 * np.array([point["mean"] for point in points.values()])
             ends = np.abs(100 * np.array([point["interval"] for point in points.values()]).T - mean)
             axis.errorbar(list(points), mean, ends, fmt="o", capsize=3, label=series)
-        axis.set_title(metric)
-        axis.set_xticks(range(len(places)), places)
-        axis.set_ylim(bottom=0)
+        axis.set(title=metric, xticks=range(len(places)), xticklabels=places, ylim=(0, None))
     axes[0].set_ylabel("per cent, 95% interval")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
     with atomic(path) as temporary:

@@ -111,7 +111,7 @@ class Experiment:
         def judged(policy: Policy) -> dict[str, Any]:
             """Accuracy and share of invalid critiques, balanced over verdicts; the votes on each problem."""
             rows = sample(policy, judge, judge.candidates(solutions), critiques, derived_seed(self.seed, 17))
-            by_gold = [[(row.reward > 0, not row.valid) for row in rows if row.gold == gold] for gold in judge.golds()]
+            by_gold = [[(row.reward > 0, not row.valid) for row in rows if row.gold == gold] for gold in judge.verdicts]
             accuracy, invalid = np.mean([np.mean(part, axis=0) for part in by_gold], axis=0).tolist()
             weights = [judge.weight(rows[i : i + critiques]) for i in range(0, len(rows), critiques)]
             votes = per_problem(solutions, [samples // 2, samples], weights)

@@ -3,12 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from topr.io import InputError
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type, restricted_string_type
+
 from topr.policy import Policy
 
 Ids = list[int]
+# lower temperatures overflow the logits
+Temperature: Any = restricted_number_type("Temperature", float, [("==", 0), (">=", 1e-4)], join="or")
+TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
+Stop: Any = restricted_string_type("Stop", "(?s).+")
 
 
 @dataclass
@@ -23,33 +28,23 @@ class Sampling:
         stop: strings that end a response; the text after them is neither sampled nor graded.
     """
 
-    temperature: float = 1.0
-    top_k: int = 500
-    top_p: float = 1.0
-    max_new_tokens: int = 512
-    stop: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        finite = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4  # other temperatures overflow the logits
-        if not (finite and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_new_tokens >= 1 and all(self.stop)):
-            rule = "temperature must be 0 or from 1e-4 to 1e4, top_k 0 or more, top_p above 0 and at most 1"
-            raise InputError(f"{self}: {rule}, max_new_tokens 1 or more, and no string in stop empty")
+    temperature: Temperature = 1.0
+    top_k: NonNegativeInt = 500
+    top_p: TopP = 1.0
+    max_new_tokens: PositiveInt = 512
+    stop: list[Stop] = field(default_factory=list)
 
 
 class Response(NamedTuple):
-    """Sampled token ids; `finished` says that the last one is an end token."""
-
     ids: Ids
-    finished: bool
+    finished: bool  # the last id is an end token
 
 
 class Sampler(ABC):
     @abstractmethod
     def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
         """n responses to each prompt, the same for the same arguments; global random generators keep their states.
-
-        A prompt has fewer than n if the sampler drops responses whose token ids are not certain; it then warns.
-        """
+        A prompt has fewer if the sampler drops responses whose token ids are not certain; it then warns."""
 
 
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:

@@ -189,7 +189,6 @@ def sample_tokens(logits_RV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
-    """ids_PL and the mask of those that are not padding."""
     rows = [torch.tensor([ids, [1] * len(ids)]).T for ids in prompts]
     return pad_sequence(rows, batch_first=True, padding_side="left").to(device).unbind(-1)
 
@@ -207,16 +206,14 @@ def _decode_together(policy: Policy, jobs: list[tuple[Ids, list[Ids]]], rows: in
         done = [stop_requested.is_set() or ended(ids) for ids in ids_RL[:, width:].tolist()]
         return torch.tensor(done, device=ids_RL.device)
 
-    config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
+    # instead of the model's own, which `sample` restores
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
-    model.generation_config = (
-        GenerationConfig()
-    )  # the model's own, which `sample` restores, would fill in unset options
     while pairs and not stop_requested.is_set():
         batch, pairs = pairs[:rows], pairs[rows:]
         ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
         width = ids_PL.shape[1]
-        output_RL = model.generate(ids_PL, attention_mask=mask_PL, generation_config=config, **options)
+        output_RL = model.generate(ids_PL, attention_mask=mask_PL, **options)
         for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
             response += ids[: first_end(ids, ended)]

@@ -11,24 +11,20 @@ from topr.io import InputError, first_line
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
-REMEDY = "check that the server runs and the sampler's url, model and flavour; if it is busy, raise timeout or retries"
-
 
 class ServerSampler(Sampler):
-    """Samples on OpenAI-compatible servers, for `predict`.
+    """Samples on OpenAI-compatible servers, for `predict`; a server that serves another policy goes undetected.
 
-    The servers must serve this very policy, because log mu is scored here; a server that serves another model goes
-    undetected. Each response is a request with its own seed, repeatable as far as the server is deterministic.
-    Responses whose token ids are not certain are dropped, with a warning.
+    Each response is a request with its own seed. Responses whose token ids are not certain are dropped, with a warning.
 
     Args:
         url: address up to and including /v1, or several addresses, which share the requests.
-        flavour: `vllm` and `sglang` exchange token ids. `openai`, for other servers, exchanges text and drops responses
-            whose number of tokens changes when they are tokenised again. It needs top_k 0, no stop, and one end token.
+        flavour: `vllm` and `sglang` exchange token ids; `openai`, text (top_k 0, no stop, one end token), so that it
+            drops responses whose number of tokens changes when they are tokenised again.
         model: the policy's name on the servers; by default the only one that a server lists.
         concurrency: requests at once over all servers, for each process.
         timeout: seconds until a request is sent again; to drop it would make long responses rarer.
-        retries: how often a request is sent again, to the same server, if that does not answer, is busy, or fails.
+        retries: how often a request is sent again, to the same server.
     """
 
     def __init__(
@@ -51,24 +47,21 @@ class ServerSampler(Sampler):
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
-            rule = "ignore data.sampling.top_k and cut at stop without saying so; set them to 0 and []"
-            raise InputError(f"servers of flavour openai {rule}, or use flavour vllm or sglang")
-        requests = []
-        for i, prompt in enumerate(prompts):
-            words = np.random.SeedSequence((seed, i)).generate_state(n)
-            requests += [(prompt, int(word >> 1)) for word in words]  # 31 bits, which every server accepts
+            raise InputError("flavour openai needs data.sampling.top_k 0 and stop []; set them, or use vllm or sglang")
+        words = [np.random.SeedSequence((seed, i)).generate_state(n) >> 1 for i in range(len(prompts))]  # 31 bits
+        requests = [(prompt, int(word)) for prompt, row in zip(prompts, words, strict=True) for word in row]
         try:
             results = asyncio.run(self._request(policy, requests, sampling))
         except openai.APIError as error:
             why = first_line(error.__cause__) if error.__cause__ else error.body or error
-            raise InputError(f"{error.request.url} fails: {why}; {REMEDY}") from error
+            remedy = "check that the server runs and the sampler's url, model and flavour; or raise timeout or retries"
+            raise InputError(f"{error.request.url} fails: {why}; {remedy}") from error
         dropped = results.count(None)
         self.usable = self.usable or dropped < len(results)
         if dropped:
-            message = (
-                f"{dropped} of {len(results)} responses of {', '.join(self.urls)} dropped: the server cut them, or "
-                "their text has no certain tokens; give it room for prompt and max_new_tokens, or use vLLM or SGLang"
-            )
+            remedy = "give it room for prompt and max_new_tokens, or use vLLM or SGLang"
+            reason = "the server cut them, or their text has no certain tokens"
+            message = f"{dropped} of {len(results)} responses of {', '.join(self.urls)} dropped: {reason}; {remedy}"
             if not self.usable:
                 raise InputError(message)
             warnings.warn(message, stacklevel=2)
@@ -81,18 +74,15 @@ class ServerSampler(Sampler):
         options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
         options |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         if not self.exchanges_text:  # fields of vLLM and SGLang, whose defaults may come from the model
+            body = {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+            body |= {"ignore_eos": False, "skip_special_tokens": False, "return_token_ids": True}
+            options["extra_body"] = body | {"stop_token_ids": sorted(policy.end_tokens)}
             options["stop"] = sampling.stop
-            options["extra_body"] = {
-                "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
-                "stop_token_ids": sorted(policy.end_tokens), "ignore_eos": False, "skip_special_tokens": False,
-                "return_token_ids": True,
-            }  # fmt: skip
         ended = end_of_response(policy, sampling)
         slots: asyncio.Queue = asyncio.Queue()  # a server for each request at once
 
         async def respond(prompt: Ids, seed: int) -> Response | None:
-            encoded = _to_text(policy, prompt) if self.exchanges_text else prompt
-            if encoded is None:
+            if (encoded := _to_text(policy, prompt) if self.exchanges_text else prompt) is None:
                 return None
             client, model = await slots.get()
             completion = await client.completions.create(model=model, prompt=encoded, seed=seed, **options)
@@ -102,8 +92,8 @@ class ServerSampler(Sampler):
                 ids: Any = _from_text(policy, choice) if self.exchanges_text else choice.token_ids
                 certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids))
             except (AttributeError, IndexError, TypeError) as error:
-                missing = "choices, usage or token ids; use vLLM, SGLang or flavour openai"
-                raise InputError(f"{client.base_url} answers without {missing}") from error
+                remedy = "use vLLM, SGLang or flavour openai"
+                raise InputError(f"{client.base_url} answers without choices, usage or token ids; {remedy}") from error
             length = first_end(ids, ended) if certain else None
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
@@ -123,8 +113,7 @@ class ServerSampler(Sampler):
 
 def _to_text(policy: Policy, prompt: Ids) -> str | None:
     """The text that a server's tokenizer turns into these ids; None if there is none."""
-    added = policy.tokenizer("")["input_ids"]  # special tokens
-    text = policy.tokenizer.decode(prompt[len(added) :])
+    text = policy.tokenizer.decode(prompt[len(policy.tokenizer("")["input_ids"]) :])  # without special tokens
     return text if policy.tokenizer(text)["input_ids"] == prompt else None
 
 

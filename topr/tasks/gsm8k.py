@@ -33,7 +33,6 @@ class GSM8K(Task):
     columns = {"question": (str,), "answer": (str,)}
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        """Convert a row to a problem whose gold is the number after `####`; an InputError if there is none."""
         _, marked, number_text = row["answer"].rpartition("####")
         gold = read_number(number_text) if marked else None
         if gold is None:
@@ -41,7 +40,6 @@ class GSM8K(Task):
         return Problem(str(row.get("id", index)), row["question"], gold)
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        """The question, with an instruction to write the marker."""
         return question_prompt("gsm8k", problem.prompt, tokenizer, self.marker)
 
     def grade(self, response: str, gold: str) -> Grade:

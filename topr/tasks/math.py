@@ -16,24 +16,17 @@ from typing import Any
 
 from topr.io import InputError
 from topr.sampling import Sampling
-from topr.tasks.latex import read
+from topr.tasks.latex import read, tables
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, question_prompt
 
 SECONDS = 4  # per comparison
 # -P: this folder's math.py would hide Python's
 COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("equivalence.py"))]
-COSTLY = re.compile(
-    r"\*\*|__|(?![0-9])\d"  # Python's operators, digits of other scripts
-    r"|\d{4}[%)}\]]*!|![%)}\]]*!|\^\{-?\d{5}|\\binom\{\d{5}"  # large factorials, factorials of factorials, large powers
-    r"|\^\{[^{}]*\^\{[^{}]*\^|\d[)}\]]*\^\{\d+\^\{(?:[6-9]|\d\d)"  # towers of powers: 9^{9^9}, but not 2^{2^5}
-)
 
 
 class MATH(Task):
-    r"""MATH (Hendrycks et al., 2021) and its selection MATH-500.
-
-    Rows hold `problem` and either `answer` or, as in the training split, `solution`, whose last box is the answer.
-    """
+    """MATH (Hendrycks et al., 2021) and its selection MATH-500. Rows hold `problem` and either `answer` or, as in the
+    training split, `solution`, whose last box is the answer."""
 
     name = "math"
     sampling = Sampling(temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"])
@@ -41,35 +34,29 @@ class MATH(Task):
     columns = {"problem": (str,)}
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        """Convert a row to a problem with the id `unique_id`, by default the row's index."""
         gold = row["answer"] if isinstance(row.get("answer"), str) else last_box(str(row.get("solution", "")))
         if gold is None:
             raise InputError(rf"MATH: row {index} has neither an answer nor a solution with a \boxed{{}}; add one")
         return Problem(str(row.get("unique_id", index)), row["problem"], gold)
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        """The question, with an instruction to box the answer."""
         return question_prompt("math", problem.prompt, tokenizer)
 
     def grade(self, response: str, gold: str) -> Grade:
-        r"""+1 if the last complete box means the same as the gold; invalid without a box or with over 400 characters.
-
-        The answer is in normal form (see `latex.py`); correct answers take that of the gold, and so vote together.
-        Formulas that are costly to compute are wrong; `valid` is None if the comparison failed.
-        """
+        """+1 if the last complete box means the same as the gold; invalid without a box or with over 400 characters.
+        The answer is in normal form (see `latex.py`), a correct one in the gold's, so that they vote together.
+        Formulas that are costly to compute are wrong; `valid` is None if the comparison failed."""
         box = last_box(after_thinking(response)) or ""
-        answer, units = read(box if len(box) <= 400 else "")
+        (answer, units), (right, right_units) = read(box if len(box) <= 400 else ""), read(gold)
         if not answer:
             return Grade(-1.0, False, None)
-        right, right_units = read(gold)
         if units and right_units and not units & right_units:
             return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # no vote for the bare number
-        compared = [
-            rf"\frac{{({text})\cdot\pi}}{{180}}" if "degree" in own and r"\pi" in other else text
-            for text, own, other in ((right, right_units, answer), (answer, units, right))
-        ]
+        radians = r"\frac{(%s)\cdot\pi}{180}"
+        one = radians % right if "degree" in right_units and r"\pi" in answer else right
+        other = radians % answer if "degree" in units and r"\pi" in right else answer
         try:
-            same = answer == right or (not COSTLY.search(answer) and judge.same(*compared))
+            same = answer == right or (not tables().costly.search(answer) and judge.same(one, other))
         except TimeoutError:
             return Grade(-1.0, None, answer)
         return Grade(1.0, True, right) if same else Grade(-1.0, True, answer)

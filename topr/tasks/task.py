@@ -9,15 +9,13 @@ import yaml
 
 from topr.io import InputError
 from topr.sampling import Sampling
-from topr.trajectories.rows import load_rows
+from topr.trajectories.file import load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = str | list[dict[str, str]]  # text that the policy continues, or chat messages that it answers
 
 
 class Grade(NamedTuple):
-    """Verdict on one response."""
-
     reward: float  # +1 correct, -1 incorrect
     valid: bool | None  # whether the response holds a readable answer; None: the grader gave up, and the reward is -1
     answer: str | None  # the answer in canonical form, equal for equal answers; None if invalid
@@ -30,11 +28,9 @@ def exact_grade(answer: str | None, gold: str) -> Grade:
 
 @dataclass
 class Problem:
-    """A question with its reference answer."""
-
     id: str
     prompt: str
-    gold: str
+    gold: str  # the reference answer
     solution: str | None = None  # a candidate solution, for verifiers
 
 

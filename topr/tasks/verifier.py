@@ -10,8 +10,7 @@ from topr.io import InputError
 from topr.policy import render_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade, question_prompt
-from topr.trajectories import Trajectory, read_trajectories
-from topr.trajectories.rows import resolve_files
+from topr.trajectories.file import Trajectory, read_trajectories, resolve_files
 
 
 @dataclass(eq=False)
@@ -22,7 +21,7 @@ class Verifier(Task):
     sampling = Sampling(temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"])
     task: Task | None = None  # the candidates' task, whose prompt is removed from around the question
     balance: bool = True  # drop random candidates, always the same ones, until as many are correct as incorrect
-    marker, verdicts = "Verdict:", {"correct": True, "incorrect": False}
+    marker, verdicts = "Verdict:", {"correct": True, "incorrect": False}  # the one on a correct solution first
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a trajectory file, or from several by a glob."""
@@ -30,21 +29,15 @@ class Verifier(Task):
         problems = self.candidates([trajectory for path in files for trajectory in read_trajectories(path)])
         if not self.balance:
             return problems
-        by_gold: dict[str, list[int]] = {}
-        for index, problem in enumerate(problems):
-            by_gold.setdefault(problem.gold, []).append(index)
-        if missing := set(self.golds()) - set(by_gold):
+        golds = dict.fromkeys(problem.gold for problem in problems)
+        if missing := self.verdicts.keys() - golds.keys():
             raise InputError(f"{source}: no solution has the verdict {min(missing)!r}; sample more solutions")
-        count, rng = min(map(len, by_gold.values())), random.Random(0)
-        return [problems[i] for i in sorted(i for indices in by_gold.values() for i in rng.sample(indices, count))]
-
-    def golds(self) -> tuple[str, ...]:
-        """The verdicts on a correct and on an incorrect solution."""
-        return tuple(self.verdicts)
+        by_gold = [[i for i, problem in enumerate(problems) if problem.gold == gold] for gold in golds]
+        count, rng = min(map(len, by_gold)), random.Random(0)
+        return [problems[i] for i in sorted(i for indices in by_gold for i in rng.sample(indices, count))]
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
-        """One problem for each trajectory, in the same order."""
-        correct, incorrect = self.golds()
+        correct, incorrect = self.verdicts
         return [
             Problem(f"{t.prompt_id}/{index}", t.prompt, correct if t.reward > 0 else incorrect, t.response)
             for index, t in enumerate(trajectories)

@@ -1,14 +1,59 @@
-"""The command `python -m topr.trajectories`: import, inspect, curate."""
+"""The command `python -m topr.trajectories`: import, inspect, curate; --help needs neither torch nor pandas."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+import pyarrow as pa
+import pyarrow.compute as pc
+from jsonargparse.typing import NonNegativeInt
 
-from topr.io import ArgumentParser, InputError, check_folder, command
+from topr.io import ArgumentParser, InputError, check_folder, command, printable
 from topr.trajectories.curate import Curation, curate
+from topr.trajectories.file import METADATA_KEYS, SCHEMA, batches, read_metadata, resolve_files
 from topr.trajectories.importing import import_file
-from topr.trajectories.rows import resolve_files
+
+
+def report(files: list[str]) -> str:
+    """Report on trajectory files, read as one set in batches; raises InputError for a bad file or row."""
+    import pandas as pd
+
+    from topr.losses import advantage_share
+
+    metadata = [read_metadata(file) for file in files]
+    rows = pd.concat([_numbers(table) for file in files for table in batches(file)], ignore_index=True)
+    positive, cut, valid = rows.reward >= 0, ~rows.finished, rows.valid.dropna()
+    rate, share = positive.groupby(rows.group).mean(), advantage_share(rows.reward.to_numpy())
+    facts = {
+        **{key: " | ".join(dict.fromkeys(str(entry[key]) for entry in metadata)) for key in METADATA_KEYS},
+        "trajectories": f"{len(rows):,} of {rows.prompt_id.nunique():,} prompts in {len(files):,} file(s)",
+        "not finished": f"{cut.sum():,} ({cut.mean():.1%})",
+        "invalid": f"{1 - valid.mean():.1%} of {len(valid):,} graded" if len(valid) else "not recorded",
+        "reward >= 0": f"{positive.mean():.1%}, effective share at baseline 0: {share:.1%}",
+        "groups": f"{len(rate)}, {rate.between(0, 1, 'neither').sum()} with both signs, {rate.eq(0).sum()} negative",
+        "log mu": f"{rows.log_mu.sum() / rows.response_tokens.sum():.3f} per token",
+    }
+    table = rows.describe(percentiles=[0.5, 0.95]).T.drop(columns="count").to_string(float_format="{:,.4g}".format)
+    return "\n".join([*(f"{key:<13} {fact}" for key, fact in facts.items()), "", table])
+
+
+def _numbers(table: pa.Table) -> Any:
+    prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
+    rows = table.select(["prompt_id", "group", "reward", "finished", "valid"]).to_pandas()
+    log_mu = table["ref_logprobs"].to_pandas().map(lambda log_probs: log_probs.sum())
+    return rows.assign(prompt_tokens=prompt, response_tokens=response, log_mu=log_mu)
+
+
+def samples(files: list[str], count: int) -> Iterator[str]:
+    """The first `count` positives and negatives of trajectory files, as text."""
+    import pyarrow.dataset as ds
+
+    for sign, rows in (("positive", pc.field("reward") >= 0), ("negative", pc.field("reward") < 0)):
+        for row in ds.dataset(files, schema=SCHEMA).head(count, filter=rows).to_pylist():
+            facts = ", ".join(f"{key} {row[key]}" for key in ("reward", "finished", "valid", "answer", "gold"))
+            prompt, response = (printable(row[name], 800, kept="\n\t") for name in ("prompt", "response"))
+            yield f"--- {sign}: {printable(facts, 200)}\n[prompt]\n{prompt}\n[response]\n{response}"
 
 
 def main() -> None:
@@ -16,8 +61,7 @@ def main() -> None:
     commands = parser.add_subcommands()
     converter = ArgumentParser(description="Tokenise responses that have rewards, and score log mu.")
     converter.add_argument("source", type=str, help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
-    converter.add_argument("--microbatch-tokens", type=PositiveInt, default=16384, help="tokens of one forward")
-    converter.add_function_arguments(import_file, as_group=False, skip={"source", "microbatch_tokens"})
+    converter.add_function_arguments(import_file, as_group=False, skip={"source"})
     commands.add_subcommand("import", converter)
     inspector = ArgumentParser(description="Report on trajectory files and show samples.")
     inspector.add_argument("--samples", type=NonNegativeInt, default=1, help="trajectories to show of each sign")
@@ -30,8 +74,6 @@ def main() -> None:
     commands.add_subcommand("curate", selector)
     with command():
         args = parser.parse_args()
-        from topr.trajectories.inspect import report, samples  # after --help: it imports torch and pandas
-
         options = args[args.subcommand]
         files = [options.source] if args.subcommand == "import" else resolve_files(options.files, args.subcommand)
         if args.subcommand == "inspect":

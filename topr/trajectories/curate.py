@@ -77,9 +77,8 @@ def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
 
 
 def curate(files: list[str], out: str | Path, curation: Curation, iteration: NonNegativeInt | None = None) -> dict:
-    """Write the rows to keep of trajectory files, read as one set, to one file, and return figures before and after.
-
-    The metadata is what all files agree on, with the figures in its `sampling`.
+    """Write the rows to keep of trajectory files, read as one set, to one file, and return figures before and after;
+    the metadata is what all files agree on, with the figures in its `sampling`.
 
     Args:
         out: trajectory file to write

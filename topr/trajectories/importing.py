@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
+
 from topr.io import InputError
-from topr.trajectories.file import Trajectory, add_log_probs, write_trajectories
-from topr.trajectories.rows import Types, load_rows
+from topr.trajectories.file import Trajectory, Types, add_log_probs, load_rows, write_trajectories
 
 FORMATS = [  # keys of the prompt (absent where the response is a conversation that starts with it), response, reward
     ("prompt", "response", "reward"),
@@ -27,16 +28,16 @@ Precision = Literal["32-true", "bf16-mixed"]
 
 
 def import_file(
-    source: str, policy: str, out: str | Path, microbatch_tokens: int = 16384, precision: Precision = "32-true"
+    source: str, policy: str, out: str | Path, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
 ) -> int:
-    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long.
-
-    A text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
+    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long. A
+    text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
     token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
 
     Args:
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
+        microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
     """
     import torch
@@ -64,13 +65,12 @@ def import_file(
 
 
 def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
-    """The trajectories of an entry, without log-probs."""
     from topr.policy import encode, encode_prompt
 
     row = {key: value for key, value in row.items() if value is not None}
     if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
-        gold = row.get("gts", row.get("gold"))
-        row = {key: row[key] for key in row.keys() - {"gts", "reward"}} | {"gold": gold}
+        row["gold"] = row.pop("gts", row.get("gold"))
+        row.pop("reward", None)
     graded: dict[str, Any] = {"valid": row.get("valid")}
     graded |= {name: str(row[name]) for name in ("answer", "gold") if isinstance(row.get(name), OPTIONAL[name])}
     trajectories = []

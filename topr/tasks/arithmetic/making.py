@@ -22,7 +22,7 @@ from topr.tasks.arithmetic.task import Arithmetic
 from topr.tasks.arithmetic.verifier import critiques
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
-from topr.trajectories.inspect import report
+from topr.trajectories.__main__ import report
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 
