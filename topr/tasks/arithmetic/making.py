@@ -1,4 +1,4 @@
-"""Make what the embedded task ships: base policies, problems, trajectories, solutions to judge."""
+"""Make base policies, problems and trajectories of the embedded task."""
 
 import json
 from collections.abc import Iterator
@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.evaluation import SamplingJob, sample_and_grade
-from topr.io import check_folder, write_text
+from topr.evaluation import sample_and_grade
+from topr.io import write_text
 from topr.policy import Policy, export_policy, load_policy, provenance
 from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
@@ -22,7 +21,6 @@ from topr.tasks.arithmetic.task import Arithmetic
 from topr.tasks.arithmetic.verifier import critiques
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
-from topr.trajectories.inspect import report
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 
@@ -52,10 +50,8 @@ def make_policy(tokenizer: Any) -> Policy:
 def imitate(
     policy: Policy, demonstrations: Iterator[tuple[str, str, bool]], steps: int, lr: float = 3e-3, batch_size: int = 96
 ) -> None:
-    """Supervised training in place; only the first third of a cosine schedule, so that there is room to improve.
-
-    A demonstration is a prompt, a response, and whether the response ends.
-    """
+    """Supervised training in place, on prompts, responses, and whether each response ends.
+    It stops after the first third of a cosine schedule, so that there is room to improve."""
     tokenizer, end = policy.tokenizer, [policy.tokenizer.eos_token_id]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
@@ -91,12 +87,9 @@ def make(
     task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, train: int, val: int,
     test: int, samples: int,
 ) -> None:  # fmt: skip
-    """Write a base policy, problems of every split, and graded, scored trajectories of the train split under `out`.
-
-    The base policy is trained in stages: `steps` updates of `batch_size` demonstrations at the learning rate `lr`.
-    `samples` trajectories are sampled for each of `train` problems; 0 writes no trajectory file.
-    """
-    check_folder("--out", out)
+    """Write a base policy, problems of every split, and `samples` graded, scored trajectories (0: no such file) of each
+    `train` problem under `out`. The policy is trained in stages: `steps` updates of `batch_size` demonstrations at the
+    learning rate `lr`."""
     splits = {}
     for i, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), start=1):
         splits[split] = task.distinct(split, count, np.random.default_rng([seed, i]))
@@ -111,30 +104,9 @@ def make(
     export_policy(policy, out / "base")
     if samples:
         sample_to(out / "train.parquet", load_policy(str(out / "base")), task, splits["train"], samples, seed)
-        print(report([str(out / "train.parquet")]))
-    print(f"wrote a base policy, problems and {samples} trajectories per training problem under {out}")
 
 
 def teach(policy: Policy, task: Arithmetic, seed: int, steps: int) -> None:
     """Train a base policy, in place, to write imperfect critiques."""
     torch.manual_seed(seed)
     imitate(policy, critiques(task, np.random.default_rng([seed, 0])), steps)
-
-
-def make_verifier(
-    out: Path,
-    data: Path = Path("data/arithmetic"),
-    seed: NonNegativeInt = 0,
-    steps: PositiveInt = 400,  # supervised updates of the base policy
-    samples: PositiveInt = 4,  # solutions of each validation and test problem
-) -> None:
-    """Write a verifier's base policy, made from the one in `data`, and solutions for it to judge under `out`."""
-    check_folder("--out", out)
-    policy, task = load_policy(str(data / "base")), Arithmetic()
-    for split in ("val", "test"):
-        problems = task.problems(data / f"{split}.jsonl")
-        job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
-        job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
-    teach(policy, task, seed, steps)
-    export_policy(policy, out / "base")
-    print(f"wrote base, val.parquet and test.parquet under {out}")
