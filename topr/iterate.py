@@ -7,7 +7,6 @@ Every stage is a process of train.py whose output is complete or absent, so that
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +18,11 @@ import numpy as np
 import pandas as pd
 import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from torch.utils.tensorboard import SummaryWriter
 
 from topr.distributed import die_with_parent
 from topr.evaluation import group_by_problem, per_problem, summarise
 from topr.evaluation.pipeline import read_parts
-from topr.evaluation.report import cell, is_summary, write_report
+from topr.evaluation.report import cell, write_report
 from topr.io import ArgumentParser, InputError, check_folder, command, write_text
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way
@@ -34,18 +32,14 @@ TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "trainer.logger.init_args"
 SEEDS = 1000  # that follow from one --seed: one for each iteration, and the last for every test
 SET_HERE = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
-MAY_CHANGE = (  # between a command and its resumption: where it runs, not what it computes
-    "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.enable_progress_bar",
-    "model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward", "model.compile",
-    "data.microbatch_tokens", "data.num_workers",
-)  # fmt: skip
+# what decides where a command runs, not what it computes
+MAY_CHANGE: tuple[str, ...] = ("accelerator", "devices", "num_nodes", "strategy", "enable_progress_bar", "sampler")
+MAY_CHANGE += ("threads", "compile", "activation_checkpointing", "reshard_after", "microbatch_tokens", "num_workers")
 
 
 def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False) -> str:
     """Run a stage of train.py in a process that ends before this one does; what it prints, if `read`.
-
-    Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1.
-    """
+    Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1."""
     sys.stdout.flush()
     child = subprocess.Popen(
         [sys.executable, TRAIN, stage, *rest, *(f"--{key}={value}" for key, value in given.items())],
@@ -94,16 +88,15 @@ def check_settings(out: Path, now: dict[str, Any]) -> None:
     before = json.loads(path.read_text()) if any(out.glob("iteration_*")) else now
     for key in before | now:
         raised = key == "--iterations" and now[key] > before[key]
-        if before.get(key) != now.get(key) and not raised and not key.startswith(MAY_CHANGE):
+        if before.get(key) != now.get(key) and not raised and not key.partition(".")[2].startswith(MAY_CHANGE):
             change = f"{key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}"
-            remedy = "give the same command (--iterations may be raised), or another --out"
-            raise InputError(f"{out} holds results with {change}; {remedy}")
+            raise InputError(f"{out} holds results with {change}; give the same command, or another --out")
     write_text(path, json.dumps(now, indent=2) + "\n")
 
 
 def iterate(
-    rest: list[str],
-    selection: dict[str, Any],
+    rest: list[str],  # arguments of train.py
+    selection: dict[str, Any],  # budget (data.samples by default), share and total of the `Curation`
     iterations: PositiveInt = 4,
     out: Path | None = None,
     seed: NonNegativeInt = 0,
@@ -114,8 +107,6 @@ def iterate(
     """Sample, curate, train and test, several times over.
 
     Args:
-        rest: arguments of train.py
-        selection: budget (data.samples by default), share and total of the `Curation`
         iterations: times to sample and train
         out: folder to write; by default the logger's, its name with -iterated
         seed: of everything that is random
@@ -137,7 +128,6 @@ def iterate(
     served = None
 
     def sample(folder: Path, seed: int, problems: str, samples: int) -> None:
-        """Responses of the policy, in a folder that appears when all of them are there."""
         nonlocal served
         if folder.exists():
             return
@@ -176,9 +166,8 @@ def iterate(
             policy = str(summary.parent / "policy")
             updates += json.loads(summary.read_text())["steps"]
         rows.append(row)
-        write_events(out / "tensorboard", rows)
         text = write_report(out, {"iterations": rows}, {out.name: {str(row["iteration"]): row for row in rows}})
-    print(f"\n{text}\nwrote results.json, results.md, results.png and tensorboard/ under {out}")
+    print(f"\n{text}\nwrote results.json, results.md and results.png under {out}")
 
 
 def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
@@ -194,30 +183,18 @@ def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
     return row
 
 
-def write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the metrics of all tests as a TensorBoard run, anew each time."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if is_summary(value):
-                    writer.add_scalar(f"test/{name}", value["mean"], row["iteration"])
-
-
 def parse() -> dict[str, Any]:
-    """The arguments of `iterate`: its own from the signature, and the others, which are train.py's."""
+    """The arguments of `iterate`: its own, and in `rest` all others, in their order."""
     about = "Sample, curate, train and test, several times over. Other arguments, such as --config, go to train.py fit."
     parser = ArgumentParser(prog="python -m topr.iterate", description=about)
     names = parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
     limits = parser.add_class_arguments(Curation, as_group=False, skip={"way", "seed"})
-    own: list[str] = []
-    rest: list[str] = []
+    own, rest = list[str](), list[str]()
     taken = rest
     for argument in sys.argv[1:]:
+        argument = argument.replace("--before-sampling", "--before_sampling")
         if argument.startswith("--"):
-            name = argument[2:].partition("=")[0].replace("-", "_")
-            taken = own if name in [*names, *limits, "help"] else rest
-            argument = f"--{name}{argument[2 + len(name) :]}" if taken is own else argument
+            taken = own if argument[2:].partition("=")[0] in [*names, *limits, "help"] else rest
         taken.append(argument)
     args = vars(parser.parse_args(own))
     return {"rest": rest, "selection": {name: args.pop(name) for name in limits}, **args}
