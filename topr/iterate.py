@@ -2,7 +2,8 @@
 
 python -m topr.iterate --config configs/arithmetic.yaml --iterations 4
 
-Every stage is a process of train.py whose output is complete or absent, so that the same command resumes a killed one.
+Every stage is a process of train.py, which gets all other arguments (those of fit). Its output is complete or absent,
+so that the same command resumes a killed one.
 """
 
 import json
@@ -30,7 +31,6 @@ from topr.trajectories.curate import curate as write_curated
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "trainer.logger.init_args"
-SEEDS = 1000  # that follow from one --seed: one for each iteration, and the last for every test
 SET_HERE = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
 # what decides where a command runs, not what it computes
 MAY_CHANGE: tuple[str, ...] = ("accelerator", "devices", "num_nodes", "strategy", "enable_progress_bar", "sampler")
@@ -75,8 +75,7 @@ def load_config(rest: list[str], before_sampling: str | None) -> dict[str, Any]:
     if "TensorBoardLogger" not in str(trainer["logger"]) or trainer["fast_dev_run"]:
         raise InputError("each fit needs a folder: give one TensorBoardLogger, and no trainer.fast_dev_run")
     if "ServerSampler" in str(model["sampler"]) and not before_sampling:
-        remedy = "give --before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
-        raise InputError(f"model.sampler is a ServerSampler, but each iteration samples from another policy: {remedy}")
+        raise InputError("a ServerSampler needs --before-sampling COMMAND, which puts the one in $POLICY on the server")
     if not (data["test"] and data["problems"]):
         raise InputError("data.test or data.problems is not set; topr.iterate needs both")
     return config
@@ -122,9 +121,9 @@ def iterate(
     curation = Curation(curate, **selection)
     out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
     check_folder("--out", out)
-    own = {"iterations": iterations, "seed": seed, "curate": curate, "pool": pool, **selection}
-    settings = pd.json_normalize(config).to_dict("records")[0]  # by dotted key
-    check_settings(out, {f"--{name}": value for name, value in own.items()} | settings)
+    own = {"--iterations": iterations, "--seed": seed, "--curate": curate, "--pool": pool}
+    own |= {f"--{name}": value for name, value in selection.items()}
+    check_settings(out, own | pd.json_normalize(config).to_dict("records")[0])  # by dotted key
     served = None
 
     def sample(folder: Path, seed: int, problems: str, samples: int) -> None:
@@ -147,12 +146,12 @@ def iterate(
     for i in range(iterations + 1):
         print(f"\niteration {i} of {iterations}: {policy}")
         folder, chosen = out / f"iteration_{i}", out / f"iteration_{i}" / "train.parquet"
-        sample(folder / "test", SEEDS * seed + SEEDS - 1, data["test"], data["samples"])
+        sample(folder / "test", 1000 * seed + 999, data["test"], data["samples"])  # the same seed for every test
         tests.append(read_parts(folder / "test"))
         row = {"iteration": i, "policy": policy, "updates": updates, **compare(tests, seed), "curation": None}
         print(f"pass@1 {cell(row['pass@1'])}, invalid {cell(row['invalid'])}")
         if i < iterations:
-            here = SEEDS * seed + i
+            here = 1000 * seed + i
             if not chosen.exists():
                 sample(folder / "samples", here, data["problems"], pool)
                 files = [str(path) for path in sorted((folder / "samples").glob("part-*.parquet"))]
@@ -185,8 +184,7 @@ def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
 
 def parse() -> dict[str, Any]:
     """The arguments of `iterate`: its own, and in `rest` all others, in their order."""
-    about = "Sample, curate, train and test, several times over. Other arguments, such as --config, go to train.py fit."
-    parser = ArgumentParser(prog="python -m topr.iterate", description=about)
+    parser = ArgumentParser(prog="python -m topr.iterate", description=__doc__)
     names = parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
     limits = parser.add_class_arguments(Curation, as_group=False, skip={"way", "seed"})
     own, rest = list[str](), list[str]()
