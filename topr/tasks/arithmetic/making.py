@@ -17,12 +17,12 @@ from topr.io import write_text
 from topr.policy import Policy, export_policy, load_policy, provenance
 from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
-from topr.tasks.arithmetic.task import Arithmetic
-from topr.tasks.arithmetic.verifier import critiques
+from topr.tasks.arithmetic.task import Arithmetic, Errors
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
+DIRECT, MISSING, WRONG = 0.20, 0.12, 0.10  # rates of critiques without steps, of those without verdict, of wrong digits
 
 
 def make_tokenizer(extra: str = "") -> Any:
@@ -104,6 +104,30 @@ def make(
     export_policy(policy, out / "base")
     if samples:
         sample_to(out / "train.parquet", load_policy(str(out / "base")), task, splits["train"], samples, seed)
+
+
+def critique(correct: str, solution: str, is_correct: bool, rng: np.random.Generator) -> str:
+    """An imperfect critique of a solution, by comparison with a correct one."""
+    steps, expected = (text.split("#")[0].split(";")[:-1] for text in (solution, correct))
+    digits = [i < len(expected) and step == expected[i] for i, step in enumerate(steps)]
+    written = "".join(str(int(digit ^ (rng.random() < WRONG))) for digit in digits[:9])
+    verdict = f"#{int(is_correct ^ (rng.random() < WRONG))}"
+    if rng.random() < DIRECT:
+        return verdict
+    return written + ("" if rng.random() < MISSING else verdict)
+
+
+def critiques(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
+    """Endless verifier prompts with imperfect critiques, of correct and incorrect solutions in turn."""
+    wanted = True
+    for prompt in task.base(rng):
+        correct, _ = task.demonstration(prompt, Errors(0, 0, 0, 0, 0), rng)
+        for _ in range(100):
+            solution, finished = task.demonstration(prompt, Errors(), rng)
+            if (finished and task.grade(solution, correct.split("#")[1]).reward > 0) == wanted:
+                yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng), True
+                wanted = not wanted
+                break
 
 
 def teach(policy: Policy, task: Arithmetic, seed: int, steps: int) -> None:
