@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 import torch
 import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,7 +19,7 @@ from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import export_policy, load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic.making import make, teach
+from topr.tasks.arithmetic.making import imitate, judgements, make
 from topr.tasks.arithmetic.task import configured
 from topr.trajectories.inspect import report
 
@@ -77,7 +78,7 @@ def make_verifier(
         problems = task.problems(data / f"{split}.jsonl")
         job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
         job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
-    teach(policy, task, seed, steps)
+    imitate(policy, judgements(task, np.random.default_rng([seed, 0])), steps)
     export_policy(policy, out / "base")
     print(f"wrote base, val.parquet and test.parquet under {out}")
 

@@ -60,23 +60,17 @@ def reproduce(
         found: dict[str, Any] = {"claim": number, "statement": statement, "paper": paper, "seeds": study.seeds}
         found |= {"holds": verdict(claim.parts)} | claim._asdict()
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
-        draw(folder / f"claim_{number}.png", series(found.pop("figure") or claim.measured))
+        figure: dict[str, Rows] = {}  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
+        for label, row in (found.pop("figure") or claim.measured).items():  # such as `TOPR at rate 0.1`
+            name, _, place = label.partition(" at ")
+            figure.setdefault(name, {})[place.rpartition(" ")[2]] = row
+        draw(folder / f"claim_{number}.png", figure)
         report["claims"].append(found)
         text = markdown(report | study.provenance())
         write_text(folder / "claims.md", text)
         write_text(folder / "claims.json", json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n")
-        answers = "; ".join(f"{part}: {answer}" for part, answer in found["parts"].items())
-        print(f"claim {number} holds: {found['holds']} ({answers})", flush=True)
+        print(f"claim {number} holds: {found['holds']}", flush=True)
     print(f"\n{text.split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
-
-
-def series(rows: Rows) -> dict[str, Rows]:
-    """Rows by series (`TOPR`) and place on the horizontal axis (`0.1`) where labels have both (`TOPR at rate 0.1`)."""
-    figure: dict[str, Rows] = {}
-    for label, row in rows.items():
-        name, _, place = label.partition(" at ")
-        figure.setdefault(name, {})[place.rpartition(" ")[2]] = row
-    return figure
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -146,11 +146,11 @@ def loose_clipping(study: Study) -> Claim:
     grid, rates = study.tune(runs, setting.tuning_seeds), setting.rates
     trainings = {f"{name} at rate {rate:g}": runs[name] | {"rate": rate} for rate in rates for name in runs}
     ends = study.train(trainings, min(8, setting.samples))
-    for rate in rates:
-        sampling, topr = (f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR"))
+    loose = {rate: [f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR")] for rate in rates}
+    for sampling, topr in loose.values():
         changes |= differences(ends, (sampling, START), (topr, START), (topr, sampling))
     for when, rate in (("at TOPR's own rate", best(grid["TOPR, clip 100"])), ("at the largest", max(rates))):
-        sampling, topr = (f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR"))
+        sampling, topr = loose[rate]
         where, change = f"with clip 100 {when}, {rate:g}", changes[f"{sampling} minus {START}"]
         parts[f"{where}: IS ends below the start"] = below(change["pass@1"])
         parts[f"{where}: IS ends with more invalid responses than the start"] = above(change["invalid"])

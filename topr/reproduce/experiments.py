@@ -18,7 +18,7 @@ from topr.module import PolicyModule
 from topr.policy import Policy, export_policy, load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task
-from topr.tasks.arithmetic.making import make, sample, sample_to, teach
+from topr.tasks.arithmetic.making import imitate, judgements, make, sample, sample_to
 from topr.trajectories.curate import Curation, Way, curate
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # metrics of a policy without valid responses
@@ -89,7 +89,6 @@ class Experiment:
         solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
 
         def judged(policy: Policy) -> dict[str, Any]:
-            """Accuracy and share of invalid critiques, balanced over verdicts; the votes on each problem."""
             rows = sample(policy, judge, judge.candidates(solutions), critiques, derived_seed(self.seed, 17))
             by_gold = [[(row.reward > 0, not row.valid) for row in rows if row.gold == gold] for gold in judge.golds()]
             accuracy, invalid = np.mean([np.mean(part, axis=0) for part in by_gold], axis=0).tolist()
@@ -98,7 +97,7 @@ class Experiment:
             kept = {name: votes[name].round(6).tolist() for name in votes if name.startswith(("maj", "weighted"))}
             return {"accuracy": accuracy, "invalid": invalid} | kept
 
-        teach(policy.train(), self.task, self.seed, steps)
+        imitate(policy.train(), judgements(self.task, np.random.default_rng([self.seed, 0])), steps)
         export_policy(policy.eval(), base)
         policy = load_policy(str(base))
         problems = verifier.problems(self.folder / "train.parquet")

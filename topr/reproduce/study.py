@@ -106,8 +106,8 @@ def digest(*values: Any) -> str:
 @cache
 def code_digest(package: Path = ROOT / "topr") -> str:
     """Digest of library versions and all code, whatever its comments, but for what chooses jobs and reports results."""
-    files = [file for file in sorted(package.rglob("*.py")) if file.name != "report.py"]
-    files = [file for file in files if file.parent.name != "reproduce" or file.stem == "experiments"]
+    no_part = "__main__", "claims", "study", "report"
+    files = [file for file in sorted(package.rglob("*.py")) if file.stem not in no_part]
     return digest(version("torch"), version("transformers"), [ast.dump(ast.parse(f.read_text())) for f in files])
 
 

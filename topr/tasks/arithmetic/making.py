@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 DIRECT, MISSING, WRONG = 0.20, 0.12, 0.10  # rates of critiques without steps, of those without verdict, of wrong digits
 
 
-def make_tokenizer(extra: str = "") -> Any:
+def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character, for `SYMBOLS` and the extra characters."""
     vocabulary = {symbol: i for i, symbol in enumerate(dict.fromkeys([*SYMBOLS, *extra]))}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -35,7 +34,7 @@ def make_tokenizer(extra: str = "") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, **special, model_max_length=128)
 
 
-def make_policy(tokenizer: Any) -> Policy:
+def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
     """A randomly initialised Llama with 160k parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
@@ -84,15 +83,14 @@ def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n
 
 
 def make(
-    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, train: int, val: int,
-    test: int, samples: int,
-) -> None:  # fmt: skip
-    """Write a base policy, problems of every split, and `samples` graded, scored trajectories (0: no such file) of each
-    `train` problem under `out`. The policy is trained in stages: `steps` updates of `batch_size` demonstrations at the
-    learning rate `lr`."""
+    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, samples: int, **n: int
+) -> None:
+    """Write a base policy, n problems of train, val and test, and `samples` graded, scored trajectories of each train
+    problem (0: no such file) under `out`. The policy is trained in stages: `steps` updates of `batch_size`
+    demonstrations at the learning rate `lr`."""
     splits = {}
-    for i, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), start=1):
-        splits[split] = task.distinct(split, count, np.random.default_rng([seed, i]))
+    for i, split in enumerate(("train", "val", "test"), start=1):
+        splits[split] = task.distinct(split, n[split], np.random.default_rng([seed, i]))
         rows = [{"id": problem.id, "prompt": problem.prompt, "gold": problem.gold} for problem in splits[split]]
         write_text(out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(seed)
@@ -117,7 +115,7 @@ def critique(correct: str, solution: str, is_correct: bool, rng: np.random.Gener
     return written + ("" if rng.random() < MISSING else verdict)
 
 
-def critiques(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
+def judgements(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
     """Endless verifier prompts with imperfect critiques, of correct and incorrect solutions in turn."""
     wanted = True
     for prompt in task.base(rng):
@@ -128,9 +126,3 @@ def critiques(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str,
                 yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng), True
                 wanted = not wanted
                 break
-
-
-def teach(policy: Policy, task: Arithmetic, seed: int, steps: int) -> None:
-    """Train a base policy, in place, to write imperfect critiques."""
-    torch.manual_seed(seed)
-    imitate(policy, critiques(task, np.random.default_rng([seed, 0])), steps)
