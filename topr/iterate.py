@@ -43,12 +43,9 @@ def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False
     sys.stdout.flush()
     child = subprocess.Popen(
         [sys.executable, TRAIN, stage, *rest, *(f"--{key}={value}" for key, value in given.items())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if read else None,
-        text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if read else None, text=True, preexec_fn=die_with_parent,
         start_new_session=True,  # else Ctrl-C in a terminal would reach it in addition to the signal below
-        preexec_fn=die_with_parent,
-    )
+    )  # fmt: skip
     with child:  # waits for its end
         try:
             output, _ = child.communicate()

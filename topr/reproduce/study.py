@@ -106,9 +106,8 @@ def digest(*values: Any) -> str:
 @cache
 def code_digest(package: Path = ROOT / "topr") -> str:
     """Digest of library versions and all code, whatever its comments, but for what chooses jobs and reports results."""
-    no_part = "__main__", "claims", "study", "report"
-    files = [file for file in sorted(package.rglob("*.py")) if file.stem not in no_part]
-    return digest(version("torch"), version("transformers"), [ast.dump(ast.parse(f.read_text())) for f in files])
+    paths = sorted(path for path in package.rglob("*.py") if path.stem not in ("__main__", "claims", "study", "report"))
+    return digest(version("torch"), version("transformers"), [ast.dump(ast.parse(p.read_text())) for p in paths])
 
 
 class Study:

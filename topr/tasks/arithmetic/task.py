@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -17,6 +17,7 @@ import yaml
 from topr.io import ArgumentParser, InputError
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, exact_grade
+from topr.tasks.verifier import Verifier
 
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -166,6 +167,25 @@ def split_of(prompt: str) -> str:
     """The split of a problem, by a hash of its text: 5% val, 5% test, 10% train, the rest base."""
     bucket = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % 20
     return {0: "val", 1: "test", 2: "train", 3: "train"}.get(bucket, "base")
+
+
+class ArithmeticVerifier(Verifier):
+    """Judges solutions of `Arithmetic`: `1` or `0` for every step, then `#` and the verdict.
+    Prompt `9+3*2-4>9+3=12;12*2=25;25-4=21;#21>`, correct response `100#0` and the end token."""
+
+    name = "arithmetic_verifier"
+    requires_end = True
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12)
+    verdicts = {"1": True, "0": False}
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        """The question and the candidate solution."""
+        return f"{problem.prompt}{problem.solution}>"
+
+    def grade(self, response: str, gold: str) -> Grade:
+        """+1 if the verdict after the digits is the gold; invalid in any other form."""
+        found = re.fullmatch(r"[01]*#([01])", response)
+        return exact_grade(found[1] if found else None, gold)
 
 
 def configured(config: Path) -> Arithmetic:
