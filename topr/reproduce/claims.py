@@ -75,8 +75,7 @@ def without_gradient(logged: dict[str, list[float]], positive_share: float, **_:
 
 def comparison(study: Study) -> Claim:
     """DPO does well off-policy; TOPR at least as well, and it alone sharply lowers the invalid rate (Figure 3)."""
-    runs = study.method_runs
-    names = ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
+    runs, names = study.method_runs, ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
     changes = differences(runs, *((name, START) for name in names), *combinations(names, 2))
     invalid = {name: by_seed(runs[name])["invalid"] for name in (START, *names)}
     halved = {name: over_seeds(invalid[name] - invalid[START] / 2) for name in names}

@@ -140,7 +140,7 @@ class Study:
         return {label: [self.used[files[label, seed]] for seed in seeds] for label in runs}
 
     def provenance(self) -> dict[str, Any]:
-        """The commit, None without git, and the CPU time of the results used; these were measured by the same code."""
+        """The commit (None without git), and the CPU time of the results used, which the same code has measured."""
         status, commit = subprocess.getstatusoutput(f"git -C '{ROOT}' describe --always --dirty")
         minutes = round(sum(result["cpu_s"] for result in self.used.values()) / 60)
         return {"commit": None if status else commit, "cpu_minutes": minutes}
