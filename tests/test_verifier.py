@@ -10,7 +10,7 @@ import evaluate
 from topr.io import InputError
 from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
-from topr.tasks.arithmetic.verifier import critique
+from topr.tasks.arithmetic.making import critique
 from topr.tasks.task import Grade, Problem
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"

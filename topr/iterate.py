@@ -2,12 +2,12 @@
 
 python -m topr.iterate --config configs/arithmetic.yaml --iterations 4
 
-Every stage is a process of train.py whose output is complete or absent, so that the same command resumes a killed one.
+Every stage is a process of train.py, which gets all other arguments (those of fit). Its output is complete or absent,
+so that the same command resumes a killed one.
 """
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +19,11 @@ import numpy as np
 import pandas as pd
 import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from torch.utils.tensorboard import SummaryWriter
 
 from topr.distributed import die_with_parent
 from topr.evaluation import group_by_problem, per_problem, summarise
 from topr.evaluation.pipeline import read_parts
-from topr.evaluation.report import cell, is_summary, write_report
+from topr.evaluation.report import cell, write_report
 from topr.io import ArgumentParser, InputError, check_folder, command, write_text
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way
@@ -32,29 +31,21 @@ from topr.trajectories.curate import curate as write_curated
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "trainer.logger.init_args"
-SEEDS = 1000  # that follow from one --seed: one for each iteration, and the last for every test
 SET_HERE = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--print_config", "--trainer.logger")
-MAY_CHANGE = (  # between a command and its resumption: where it runs, not what it computes
-    "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.enable_progress_bar",
-    "model.sampler", "model.threads", "model.activation_checkpointing", "model.reshard_after_forward", "model.compile",
-    "data.microbatch_tokens", "data.num_workers",
-)  # fmt: skip
+# what decides where a command runs, not what it computes
+MAY_CHANGE: tuple[str, ...] = ("accelerator", "devices", "num_nodes", "strategy", "enable_progress_bar", "sampler")
+MAY_CHANGE += ("threads", "compile", "activation_checkpointing", "reshard_after", "microbatch_tokens", "num_workers")
 
 
 def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False) -> str:
     """Run a stage of train.py in a process that ends before this one does; what it prints, if `read`.
-
-    Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1.
-    """
+    Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1."""
     sys.stdout.flush()
     child = subprocess.Popen(
         [sys.executable, TRAIN, stage, *rest, *(f"--{key}={value}" for key, value in given.items())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if read else None,
-        text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if read else None, text=True, preexec_fn=die_with_parent,
         start_new_session=True,  # else Ctrl-C in a terminal would reach it in addition to the signal below
-        preexec_fn=die_with_parent,
-    )
+    )  # fmt: skip
     with child:  # waits for its end
         try:
             output, _ = child.communicate()
@@ -81,8 +72,7 @@ def load_config(rest: list[str], before_sampling: str | None) -> dict[str, Any]:
     if "TensorBoardLogger" not in str(trainer["logger"]) or trainer["fast_dev_run"]:
         raise InputError("each fit needs a folder: give one TensorBoardLogger, and no trainer.fast_dev_run")
     if "ServerSampler" in str(model["sampler"]) and not before_sampling:
-        remedy = "give --before-sampling COMMAND, which puts the one in $POLICY on the server, or sample in process"
-        raise InputError(f"model.sampler is a ServerSampler, but each iteration samples from another policy: {remedy}")
+        raise InputError("a ServerSampler needs --before-sampling COMMAND, which puts the one in $POLICY on the server")
     if not (data["test"] and data["problems"]):
         raise InputError("data.test or data.problems is not set; topr.iterate needs both")
     return config
@@ -94,16 +84,15 @@ def check_settings(out: Path, now: dict[str, Any]) -> None:
     before = json.loads(path.read_text()) if any(out.glob("iteration_*")) else now
     for key in before | now:
         raised = key == "--iterations" and now[key] > before[key]
-        if before.get(key) != now.get(key) and not raised and not key.startswith(MAY_CHANGE):
+        if before.get(key) != now.get(key) and not raised and not key.partition(".")[2].startswith(MAY_CHANGE):
             change = f"{key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}"
-            remedy = "give the same command (--iterations may be raised), or another --out"
-            raise InputError(f"{out} holds results with {change}; {remedy}")
+            raise InputError(f"{out} holds results with {change}; give the same command, or another --out")
     write_text(path, json.dumps(now, indent=2) + "\n")
 
 
 def iterate(
-    rest: list[str],
-    selection: dict[str, Any],
+    rest: list[str],  # arguments of train.py
+    selection: dict[str, Any],  # budget (data.samples by default), share and total of the `Curation`
     iterations: PositiveInt = 4,
     out: Path | None = None,
     seed: NonNegativeInt = 0,
@@ -114,8 +103,6 @@ def iterate(
     """Sample, curate, train and test, several times over.
 
     Args:
-        rest: arguments of train.py
-        selection: budget (data.samples by default), share and total of the `Curation`
         iterations: times to sample and train
         out: folder to write; by default the logger's, its name with -iterated
         seed: of everything that is random
@@ -131,13 +118,12 @@ def iterate(
     curation = Curation(curate, **selection)
     out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
     check_folder("--out", out)
-    own = {"iterations": iterations, "seed": seed, "curate": curate, "pool": pool, **selection}
-    settings = pd.json_normalize(config).to_dict("records")[0]  # by dotted key
-    check_settings(out, {f"--{name}": value for name, value in own.items()} | settings)
+    own = {"--iterations": iterations, "--seed": seed, "--curate": curate, "--pool": pool}
+    own |= {f"--{name}": value for name, value in selection.items()}
+    check_settings(out, own | pd.json_normalize(config).to_dict("records")[0])  # by dotted key
     served = None
 
     def sample(folder: Path, seed: int, problems: str, samples: int) -> None:
-        """Responses of the policy, in a folder that appears when all of them are there."""
         nonlocal served
         if folder.exists():
             return
@@ -157,12 +143,12 @@ def iterate(
     for i in range(iterations + 1):
         print(f"\niteration {i} of {iterations}: {policy}")
         folder, chosen = out / f"iteration_{i}", out / f"iteration_{i}" / "train.parquet"
-        sample(folder / "test", SEEDS * seed + SEEDS - 1, data["test"], data["samples"])
+        sample(folder / "test", 1000 * seed + 999, data["test"], data["samples"])  # the same seed for every test
         tests.append(read_parts(folder / "test"))
         row = {"iteration": i, "policy": policy, "updates": updates, **compare(tests, seed), "curation": None}
         print(f"pass@1 {cell(row['pass@1'])}, invalid {cell(row['invalid'])}")
         if i < iterations:
-            here = SEEDS * seed + i
+            here = 1000 * seed + i
             if not chosen.exists():
                 sample(folder / "samples", here, data["problems"], pool)
                 files = [str(path) for path in sorted((folder / "samples").glob("part-*.parquet"))]
@@ -176,9 +162,8 @@ def iterate(
             policy = str(summary.parent / "policy")
             updates += json.loads(summary.read_text())["steps"]
         rows.append(row)
-        write_events(out / "tensorboard", rows)
         text = write_report(out, {"iterations": rows}, {out.name: {str(row["iteration"]): row for row in rows}})
-    print(f"\n{text}\nwrote results.json, results.md, results.png and tensorboard/ under {out}")
+    print(f"\n{text}\nwrote results.json, results.md and results.png under {out}")
 
 
 def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
@@ -194,30 +179,17 @@ def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
     return row
 
 
-def write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the metrics of all tests as a TensorBoard run, anew each time."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if is_summary(value):
-                    writer.add_scalar(f"test/{name}", value["mean"], row["iteration"])
-
-
 def parse() -> dict[str, Any]:
-    """The arguments of `iterate`: its own from the signature, and the others, which are train.py's."""
-    about = "Sample, curate, train and test, several times over. Other arguments, such as --config, go to train.py fit."
-    parser = ArgumentParser(prog="python -m topr.iterate", description=about)
+    """The arguments of `iterate`: its own, and in `rest` all others, in their order."""
+    parser = ArgumentParser(prog="python -m topr.iterate", description=__doc__)
     names = parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
     limits = parser.add_class_arguments(Curation, as_group=False, skip={"way", "seed"})
-    own: list[str] = []
-    rest: list[str] = []
+    own, rest = list[str](), list[str]()
     taken = rest
     for argument in sys.argv[1:]:
+        argument = argument.replace("--before-sampling", "--before_sampling")
         if argument.startswith("--"):
-            name = argument[2:].partition("=")[0].replace("-", "_")
-            taken = own if name in [*names, *limits, "help"] else rest
-            argument = f"--{name}{argument[2 + len(name) :]}" if taken is own else argument
+            taken = own if argument[2:].partition("=")[0] in [*names, *limits, "help"] else rest
         taken.append(argument)
     args = vars(parser.parse_args(own))
     return {"rest": rest, "selection": {name: args.pop(name) for name in limits}, **args}

@@ -37,20 +37,22 @@ def reproduce(
     if quick and regime != "standard":
         raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
     setting = SimpleNamespace(**SETTINGS["standard"] | SETTINGS["quick" if quick else regime])
-    known = {str(number): number for number in setting.claims}
-    wanted = set(known if claims is None else claims.split(","))
-    if unknown := wanted - set(known):
+    known = [str(number) for number in setting.claims]
+    wanted = known if claims is None else sorted(set(claims.split(",")))
+    if unknown := set(wanted) - set(known):
         raise InputError(f"--claims has {min(unknown)!r}; this regime has {','.join(known)}")
-    numbers = [number for name, number in known.items() if name in wanted]
     seeds = seeds if seeds is not None else 2 if quick else 5
     check_counts("--", least=2, seeds=seeds)  # one has no interval
     check_folder("--out", out)
     folder = (out / "quick" if quick else out) / regime
     study = Study(out / "cache", workers, setting, list(range(1, seeds + 1)))
-    options = f"--claims {','.join(map(str, numbers))} --seeds {seeds} --regime {regime}" + " --quick" * quick
-    report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": processor()}
+    options = f"--claims {','.join(wanted)} --seeds {seeds} --regime {regime}" + " --quick" * quick
+    cpu = Path("/proc/cpuinfo")  # of Linux
+    processor = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
+    hardware = processor[1] if processor else platform.machine()
+    report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": hardware}
     report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": vars(setting), "claims": []}
-    for number in numbers:
+    for number in map(int, wanted):
         measure = CLAIMS[number - 1]
         statement, _, paper = " ".join(str(measure.__doc__).split()).strip(".)").rpartition(" (")
         print(f"claim {number}: {statement}", flush=True)
@@ -58,38 +60,24 @@ def reproduce(
         found: dict[str, Any] = {"claim": number, "statement": statement, "paper": paper, "seeds": study.seeds}
         found |= {"holds": verdict(claim.parts)} | claim._asdict()
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
-        draw(folder / f"claim_{number}.png", series(found.pop("figure") or claim.measured))
+        figure: dict[str, Rows] = {}  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
+        for label, row in (found.pop("figure") or claim.measured).items():  # such as `TOPR at rate 0.1`
+            name, _, place = label.partition(" at ")
+            figure.setdefault(name, {})[place.rpartition(" ")[2]] = row
+        draw(folder / f"claim_{number}.png", figure)
         report["claims"].append(found)
-        text = json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n"
-        write_text(folder / "claims.json", text)
-        write_text(folder / "claims.md", markdown(json.loads(text)))
-        answers = "; ".join(f"{part}: {answer}" for part, answer in found["parts"].items())
-        print(f"claim {number} holds: {found['holds']} ({answers})", flush=True)
-    print(f"\n{markdown(json.loads(text)).split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
-
-
-def processor() -> str:
-    """The name of the processor, on Linux."""
-    info = Path("/proc/cpuinfo")
-    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.machine()
-
-
-def series(rows: Rows) -> dict[str, Rows]:
-    """Rows by series (`TOPR`) and place on the horizontal axis (`0.1`) where labels have both (`TOPR at rate 0.1`)."""
-    figure: dict[str, Rows] = {}
-    for label, row in rows.items():
-        name, _, place = label.rpartition(" at ")
-        figure.setdefault(name or label, {})[place.rpartition(" ")[2] if name else ""] = row
-    return figure
+        text = markdown(report | study.provenance())
+        write_text(folder / "claims.md", text)
+        write_text(folder / "claims.json", json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n")
+        print(f"claim {number} holds: {found['holds']}", flush=True)
+    print(f"\n{text.split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report for reading: verdicts, then the tables of each claim."""
     lines = [
         "# The paper's claims on the embedded task\n",
-        f"`{report['command']}`, verdicts of commit {report['commit']}, measured at {report['measured_at']};",
-        f"{report['cpu_minutes']} CPU minutes on {report['hardware']}.\n",
+        "`{command}`, commit {commit}; {cpu_minutes} CPU minutes on {hardware}.\n".format_map(report),
         "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed. A part of a claim is",
         "undecided where its interval contains the bound.\n",
         "| claim | paper | holds here |\n|---|---|---|",
@@ -99,7 +87,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
         lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
         lines += [f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip() for title in ("measured", "differences")]
-        rates = ", ".join(f"{label} {float(best(scores)):g}" for label, scores in claim["validation"].items())
+        rates = ", ".join(f"{label} {best(scores):g}" for label, scores in claim["validation"].items())
         lines.append(f"\nLearning rates, chosen by mean pass@1 on validation: {rates}.")
     return "\n".join(lines) + "\n"
 

@@ -10,22 +10,20 @@ import numpy as np
 import pandas as pd
 
 from topr.reproduce.experiments import Experiment
-from topr.reproduce.study import START, Claim, Rows, Study, above, below, best, by_seed, differences, over_seeds, row
-
-from topr.reproduce.study import summaries  # isort: skip
+from topr.reproduce.study import START, Claim, Study, above, below, best, by_seed, differences, over_seeds, row, rows
 
 LONG, FAST = "REINFORCE, two epochs", "REINFORCE, TOPR's rate"
 UNIFORM, KARENINA, SAME_RATE = "uniform", "Anna Karenina", "uniform, Anna Karenina's rate"
 
 
-def curves(study: Study, *names: str) -> Rows:
+def curves(study: Study, *names: str) -> dict[str, Any]:
     """Validation metrics of the runs, by the number of validations."""
-    rows: Rows = {}
+    found = {}
     for name in names:
         validations = zip(*(result["curve"] for result in study.method_runs[name]), strict=False)
         for i, points in enumerate(validations):  # seeds may differ in their number of updates
-            rows[f"{name} at validation {i}"] = row(pd.DataFrame(points)[["pass@1", "invalid"]])
-    return rows
+            found[f"{name} at validation {i}"] = row(pd.DataFrame(points)[["pass@1", "invalid"]])
+    return found
 
 
 def collapse(study: Study) -> Claim:
@@ -35,7 +33,7 @@ def collapse(study: Study) -> Claim:
     peaks = np.array([column[other_peak(columns, i)] for i, column in enumerate(columns)])
     rise = over_seeds(peaks - [column[0] for column in columns])
     fall = over_seeds([column[-1] for column in columns] - peaks)
-    measured = summaries(runs, START, "TOPR", "REINFORCE", LONG, FAST)
+    measured = rows(runs, START, "TOPR", "REINFORCE", LONG, FAST)
     changes = differences(runs, (LONG, START), (FAST, START), ("REINFORCE", "TOPR"))
     parts = {
         "in two epochs at its own rate it first rises (on validation)": above(rise),
@@ -55,7 +53,7 @@ def other_peak(columns: list[list[float]], i: int) -> int:
 def clipping(study: Study) -> Claim:
     """PPO makes little progress: most data leave the clip's range and lose their gradient (Figure 3)."""
     runs, names, parts = study.method_runs, ["PPO", "PPO, sequence ratio"], {}
-    measured = summaries(runs, START, *names, "TOPR")
+    measured = rows(runs, START, *names, "TOPR")
     changes = differences(runs, *((name, other) for name in names for other in ("TOPR", START)))
     for name in names:
         lost = over_seeds([without_gradient(**result) for result in runs[name]])
@@ -77,8 +75,7 @@ def without_gradient(logged: dict[str, list[float]], positive_share: float, **_:
 
 def comparison(study: Study) -> Claim:
     """DPO does well off-policy; TOPR at least as well, and it alone sharply lowers the invalid rate (Figure 3)."""
-    runs = study.method_runs
-    names = ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
+    runs, names = study.method_runs, ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
     changes = differences(runs, *((name, START) for name in names), *combinations(names, 2))
     invalid = {name: by_seed(runs[name])["invalid"] for name in (START, *names)}
     halved = {name: over_seeds(invalid[name] - invalid[START] / 2) for name in names}
@@ -89,13 +86,12 @@ def comparison(study: Study) -> Claim:
     }
     parts |= {f"{name} does not": above(halved[name]) for name in names[2:]}  # the paper compares TOPR with these
     changes |= {f"{name}: invalid minus half of the start's": {"invalid": gap} for name, gap in halved.items()}
-    return Claim(summaries(runs, START, *names), changes, parts, study.grid, curves(study, *names))
+    return Claim(rows(runs, START, *names), changes, parts, study.grid, curves(study, *names))
 
 
 def positives_only(study: Study) -> Claim:
     """Positives only is stable but lower in pass@1 and maj@k; negatives rescue questions with few or no solutions
-    (Figure 4).
-    """
+    (Figure 4)."""
     runs, names = study.method_runs, [START, "TOPR", "positives only"]
     changes = differences(runs, ("positives only", "TOPR"), ("positives only", START))
     solved, topr, positives = (np.array([result["result"]["pass@1"] for result in runs[name]]) for name in names)
@@ -111,13 +107,12 @@ def positives_only(study: Study) -> Claim:
         "negatives help most where the base policy is right in up to a quarter": above(most),
     }
     changes["TOPR minus positives only, by how often the base policy is right"] = row(pd.DataFrame(gains))
-    return Claim(summaries(runs, *names), changes, parts, study.grid)
+    return Claim(rows(runs, *names), changes, parts, study.grid)
 
 
 def effective_share(study: Study) -> Claim:
     """Accuracy peaks at an effective share of positives of .1 to .2, whatever the data's share, and drops above .5
-    (Figure 5, for data with 10% and with 50% positives).
-    """
+    (Figure 5, for data with 10% and with 50% positives)."""
     setting = study.setting
     data = {f"data with {p:.0%} positives": {"way": "share", "share": p, "total": setting.total} for p in (0.1, 0.5)}
     runs = {
@@ -130,7 +125,7 @@ def effective_share(study: Study) -> Claim:
         names += [f"{name}, rate {rate:g}," for name in data]
         trainings |= {label.replace(" at", f", rate {rate:g}, at"): run | {"rate": rate} for label, run in runs.items()}
     ends = study.train(trainings, min(8, setting.samples))
-    changes, parts = Rows(), {}
+    changes, parts = dict[str, Any](), {}
     for name in names:
         label = {share: f"{name} at effective share {share:.0%}" for share in setting.shares}
         pairs = (label[0.15], label[0.05]), (label[0.15], label[0.5]), (label[0.5], label[0.9])
@@ -138,30 +133,29 @@ def effective_share(study: Study) -> Claim:
         *wins, last = (above(gap["pass@1"]) for gap in gaps.values())
         parts[f"{name}: an effective share of 15% beats 5% and 50%"] = False if False in wins else wins[0] and wins[1]
         parts[f"{name}: an effective share of 50% beats 90%"] = last
-    return Claim(summaries(ends), changes, parts, grid)
+    return Claim(rows(ends), changes, parts, grid)
 
 
 def loose_clipping(study: Study) -> Claim:
     """With 60% negatives and clipping loosened to 100, untruncated importance sampling harms; TOPR still improves
-    (Figure 7: importance sampling ends with 31% bad outputs, 12% before).
-    """
-    setting, changes, parts = study.setting, Rows(), {}
+    (Figure 7: importance sampling ends with 31% bad outputs, 12% before)."""
+    setting, changes, parts = study.setting, dict[str, Any](), {}
     data = {"curation": {"way": "share", "share": 0.4, "total": setting.total}}
     runs = {name: study.method(name) | data for name in ("IS, clip 1", "IS, clip 100", "TOPR, clip 100")}
     grid, rates = study.tune(runs, setting.tuning_seeds), setting.rates
     trainings = {f"{name} at rate {rate:g}": runs[name] | {"rate": rate} for rate in rates for name in runs}
     ends = study.train(trainings, min(8, setting.samples))
-    for rate in rates:
-        sampling, topr = (f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR"))
+    loose = {rate: [f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR")] for rate in rates}
+    for sampling, topr in loose.values():
         changes |= differences(ends, (sampling, START), (topr, START), (topr, sampling))
     for when, rate in (("at TOPR's own rate", best(grid["TOPR, clip 100"])), ("at the largest", max(rates))):
-        sampling, topr = (f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR"))
+        sampling, topr = loose[rate]
         where, change = f"with clip 100 {when}, {rate:g}", changes[f"{sampling} minus {START}"]
         parts[f"{where}: IS ends below the start"] = below(change["pass@1"])
         parts[f"{where}: IS ends with more invalid responses than the start"] = above(change["invalid"])
         parts[f"{where}: TOPR ends above the start"] = above(changes[f"{topr} minus {START}"]["pass@1"])
         parts[f"{where}: TOPR ends above IS"] = above(changes[f"{topr} minus {sampling}"]["pass@1"])
-    return Claim(summaries(ends), changes, parts, grid)
+    return Claim(rows(ends), changes, parts, grid)
 
 
 def iterations(study: Study) -> Claim:
@@ -182,7 +176,7 @@ def iterations(study: Study) -> Claim:
     for name in (UNIFORM, SAME_RATE):
         changes |= (gaps := differences(ends, *((label(KARENINA, i), label(name, i)) for i in steps)))
         parts[f"{KARENINA} ends above {name}"] = [above(gap["pass@1"]) for gap in gaps.values()][-1]
-    measured = summaries(ends)
+    measured = rows(ends)
     for name in chains:
         shares = pd.DataFrame([chain["shares"] for chain in found[name]], columns=[f"iteration {i}" for i in steps])
         measured[f"positives, {name}"] = row(shares)
@@ -192,8 +186,7 @@ def iterations(study: Study) -> Claim:
 
 def verifier(study: Study) -> Claim:
     """A generative verifier trained with TOPR: more accurate, fewer invalid critiques, better weighted votes
-    (Table 2: accuracy 32.6 to 70.9%, invalid 34.2 to 0.9%; weighted self-consistency 55.5 to 61.5).
-    """
+    (Table 2: accuracy 32.6 to 70.9%, invalid 34.2 to 0.9%; weighted self-consistency 55.5 to 61.5)."""
     grid = study.tune({"TOPR": study.method("TOPR")}, study.setting.tuning_seeds)  # of the arithmetic itself
     run = {"rate": best(grid["TOPR"]), "samples": 8, "critiques": 4, "steps": study.setting.verifier_steps}
     results = study.run(Experiment.verify, {"verifier": run}, study.seeds)["verifier"]

@@ -18,29 +18,16 @@ from topr.module import PolicyModule
 from topr.policy import Policy, export_policy, load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task
-from topr.tasks.arithmetic.making import make, sample, sample_to, teach
+from topr.tasks.arithmetic.making import imitate, judgements, make, sample, sample_to
 from topr.trajectories.curate import Curation, Way, curate
 
-TRUNCATED = ["weight/positives_truncated", "weight/negatives_truncated"]  # the logged statistics that are kept
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # metrics of a policy without valid responses
-
-
-class Records(DummyLogger):
-    """Keeps in memory what training logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows: list[dict[str, Any]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append(metrics)
 
 
 @dataclass
 class Experiment:
     """Experiments of one seed, which decides base policy, data, order and sampling. Results can be written as JSON.
-
-    Several take `rate`, the learning rate; `split`, on which policies are measured; `samples`, responses to a problem.
+    Several take `rate`, the learning rate; `split`, which policies are measured on; `samples`, responses to a problem.
     """
 
     folder: Path  # with the base policy, its problems and trajectories
@@ -59,11 +46,8 @@ class Experiment:
     def train(
         self, split: str, samples: int, loss: list | None, rate: float = 0.0, curation: dict | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Train from the base policy and measure the end.
-
-        `loss` is name and arguments, None to measure the base policy; `curation` arguments of a `Curation` of the data;
-        `more` arguments of `fit`.
-        """
+        """Train from the base policy and measure the end. `loss` is a name and arguments, None for no training;
+        `curation` arguments of a `Curation` of the data; `more` arguments of `fit`."""
         base, data = self.folder / "base", self.folder / "train.parquet"
         if loss is None:
             return self.measure(load_policy(str(base)), split, samples)
@@ -77,9 +61,7 @@ class Experiment:
         self, split: str, samples: int, way: Way, rate: float, count: int, prompts: int, budget: int, pool: int
     ) -> dict[str, Any]:
         """Sample, curate and train `count` times, each time from the newest policy, and measure every policy.
-
-        Of `pool` responses to each of the first `prompts` problems (`budget` if `way` is uniform), `budget` are kept.
-        """
+        Of `pool` responses to each of the first `prompts` problems (`budget` if `way` is uniform) it keeps `budget`."""
         policy, drawn = load_policy(str(self.folder / "base")), budget if way == "uniform" else pool
         problems = self.task.problems(self.folder / "train.jsonl")[:prompts]
         ends, shares, updates = [self.measure(policy, split, samples)], [], []
@@ -100,16 +82,13 @@ class Experiment:
         return ends[-1] | {"results": [end["result"] for end in ends], "shares": shares, "updates": updates}
 
     def verify(self, rate: float, samples: int, critiques: int, steps: int) -> dict[str, Any]:
-        """Make a verifier of the base policy in `steps` supervised updates and train it on its critiques.
-
-        Before and after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each.
-        """
+        """Make a verifier of the base policy in `steps` supervised updates and train it on its critiques. Before and
+        after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each."""
         policy, data = load_policy(str(self.folder / "base")), self.scratch / "critiques.parquet"
         base, verifier, judge = self.scratch / "base", ArithmeticVerifier(), ArithmeticVerifier(balance=False)
         solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
 
         def judged(policy: Policy) -> dict[str, Any]:
-            """Accuracy and share of invalid critiques, balanced over verdicts; the votes on each problem."""
             rows = sample(policy, judge, judge.candidates(solutions), critiques, derived_seed(self.seed, 17))
             by_gold = [[(row.reward > 0, not row.valid) for row in rows if row.gold == gold] for gold in judge.verdicts]
             accuracy, invalid = np.mean([np.mean(part, axis=0) for part in by_gold], axis=0).tolist()
@@ -118,7 +97,7 @@ class Experiment:
             kept = {name: votes[name].round(6).tolist() for name in votes if name.startswith(("maj", "weighted"))}
             return {"accuracy": accuracy, "invalid": invalid} | kept
 
-        teach(policy.train(), self.task, self.seed, steps)
+        imitate(policy.train(), judgements(self.task, np.random.default_rng([self.seed, 0])), steps)
         export_policy(policy.eval(), base)
         policy = load_policy(str(base))
         problems = verifier.problems(self.folder / "train.parquet")
@@ -133,11 +112,12 @@ class Experiment:
         task: Task | None = None,
     ) -> tuple[Policy | None, dict[str, Any]]:  # fmt: skip
         """Train a policy on a file of trajectories, by default with TOPR, validating it `points` times an epoch.
-
-        Returns the policy, None if training diverged; and its validation curve, what was logged, the number of updates.
-        Where training diverged, the curve continues with that of a policy without valid responses.
-        """
-        records, loss, task = Records(), loss or losses.TOPR(), task or self.task
+        Returns it, None if training diverged; and validation curve, logged statistics, number of updates. The curve of
+        a training that diverged ends as that of a policy without valid responses."""
+        rows: list[dict[str, Any]] = []  # of what training logs
+        logger = DummyLogger()
+        logger.log_metrics = lambda metrics, step: rows.append(metrics)  # type: ignore[method-assign, misc]
+        loss, task = loss or losses.TOPR(), task or self.task
         optimizer, val = partial(self.optimizer, lr=rate), str(self.folder / "val.jsonl") if points else None
         module = PolicyModule(str(policy), task, loss, optimizer, LocalSampler(), threads=1)
         trajectories = TrajectoryDataModule(
@@ -146,7 +126,7 @@ class Experiment:
         )  # fmt: skip
         trainer = lightning.Trainer(
             accelerator="cpu", max_epochs=epochs, gradient_clip_val=1.0, log_every_n_steps=1,
-            val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, logger=records,
+            val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, logger=logger,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trained: Policy | None = None
@@ -156,11 +136,11 @@ class Experiment:
         whole, rest = divmod(int(trainer.num_training_batches), int(trainer.val_check_batch or 1))
         if points and rest and trained is not None:  # updates follow the last validation
             trainer.validate(module, trajectories, verbose=False)
-        validations = [row for row in records.rows if "val/pass@1" in row]
-        curve = [{name: row[f"val/{name}"] for name in ("pass@1", "invalid")} for row in validations]
+        curve = [{name: row[f"val/{name}"] for name in ("pass@1", "invalid")} for row in rows if "val/pass@1" in row]
         if points and trained is None:
             curve += [DIVERGED] * (1 + epochs * whole + (rest > 0) - len(curve))
-        logged = {name: [row[name] for row in records.rows if name in row] for name in TRUNCATED}
+        truncated = "weight/positives_truncated", "weight/negatives_truncated"
+        logged = {name: [row[name] for row in rows if name in row] for name in truncated}
         share = float((trajectories.reward > 0).mean())
         return trained, {"curve": curve, "logged": logged, "steps": module.global_step, "positive_share": share}
 

@@ -31,8 +31,7 @@ from topr.io import InputError, write_text
 from topr.reproduce.experiments import Experiment
 from topr.tasks.arithmetic.task import Arithmetic, configured
 
-PACKAGE = Path(__file__).parents[1]
-ROOT = PACKAGE.parent
+ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "data" / "arithmetic"
 Results = list[dict[str, Any]]  # of one run, a result for each seed
 Rows = dict[str, dict[str, Any]]  # of a table: a summary over seeds for each metric
@@ -85,7 +84,7 @@ def row(frame: pd.DataFrame) -> dict[str, Any]:
     return {name: over_seeds(values) for name, values in frame.items()}
 
 
-def summaries(runs: dict[str, Results], *labels: str) -> Rows:
+def rows(runs: dict[str, Results], *labels: str) -> Rows:
     """Every metric of these runs, of all by default."""
     return {label: row(by_seed(runs[label])) for label in labels or runs}
 
@@ -105,21 +104,10 @@ def digest(*values: Any) -> str:
 
 
 @cache
-def code_digest(package: Path = PACKAGE) -> str:
-    """Digest of the library versions and of the code that decides results, whatever its comments and layout."""
-    found = [version("torch"), version("transformers")]
-    for path in sorted(package.rglob("*.py")):
-        if path.name == "report.py" or (path.parent.name == "reproduce" and path.stem != "experiments"):
-            continue  # these choose jobs, combine their results and draw them
-        found += [str(path.relative_to(package)), ast.dump(ast.parse(path.read_text()))]
-    return digest(found)
-
-
-@cache
-def commit() -> str | None:
-    """The commit of this code; None without git."""
-    status, text = subprocess.getstatusoutput(f"git -C '{PACKAGE}' describe --always --dirty")
-    return text if status == 0 else None
+def code_digest(package: Path = ROOT / "topr") -> str:
+    """Digest of library versions and all code, whatever its comments, but for what chooses jobs and reports results."""
+    paths = sorted(path for path in package.rglob("*.py") if path.stem not in ("__main__", "claims", "study", "report"))
+    return digest(version("torch"), version("transformers"), [ast.dump(ast.parse(p.read_text())) for p in paths])
 
 
 class Study:
@@ -141,23 +129,21 @@ class Study:
         }
         missing = {file: cell for cell, file in files.items() if not file.exists()}
         parallel = joblib.Parallel(self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent)
-        call, of_seed = joblib.delayed(perform), {seed: self.experiment(seed) for seed in seeds}
-        calls = (call(experiment, of_seed[seed], label, runs[label], file) for file, (label, seed) in missing.items())
+        calls, optimizer = [], getattr(torch.optim, self.setting.optimizer)
+        for file, (label, seed) in missing.items():
+            base = self.folder / "bases" / str(seed) if self.setting.base else SHIPPED
+            job = Experiment(base, self.task, optimizer, seed)
+            calls.append(joblib.delayed(perform)(experiment, job, label, runs[label], file))
         for i, line in enumerate(parallel(calls), 1):
             print(f"[{i}/{len(missing)}] {line}", flush=True)
         self.used |= {file: json.loads(file.read_text()) for file in files.values() if file not in self.used}
         return {label: [self.used[files[label, seed]] for seed in seeds] for label in runs}
 
-    def experiment(self, seed: int) -> Experiment:
-        """Experiments of a seed, on its own base policy or on the shipped one."""
-        folder = self.folder / "bases" / str(seed) if self.setting.base else SHIPPED
-        return Experiment(folder, self.task, getattr(torch.optim, self.setting.optimizer), seed)
-
     def provenance(self) -> dict[str, Any]:
-        """The present commit, the commits that measured the results used, and the CPU time of these."""
-        commits = sorted({str(result["commit"]) for result in self.used.values()})
+        """The commit (None without git), and the CPU time of the results used, which the same code has measured."""
+        status, commit = subprocess.getstatusoutput(f"git -C '{ROOT}' describe --always --dirty")
         minutes = round(sum(result["cpu_s"] for result in self.used.values()) / 60)
-        return {"commit": commit(), "measured_at": ", ".join(commits), "cpu_minutes": minutes}
+        return {"commit": None if status else commit, "cpu_minutes": minutes}
 
     def train(self, runs: dict[str, dict], samples: int) -> dict[str, Results]:
         """The base policies, and trainings from them, on the test problems."""
@@ -203,6 +189,6 @@ def perform(experiment: Callable, job: Experiment, label: str, arguments: dict[s
                 found = experiment(job, **arguments)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
-    found |= {"label": name, "commit": commit(), "cpu_s": time.process_time() - start}
+    found |= {"label": name, "cpu_s": time.process_time() - start}
     write_text(file, json.dumps(found))
     return f"{name} ({found['cpu_s']:.0f} s)"

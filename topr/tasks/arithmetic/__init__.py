@@ -3,5 +3,4 @@
 Not here: anything that other tasks need.
 """
 
-from topr.tasks.arithmetic.task import Arithmetic
-from topr.tasks.arithmetic.verifier import ArithmeticVerifier
+from topr.tasks.arithmetic.task import Arithmetic, ArithmeticVerifier

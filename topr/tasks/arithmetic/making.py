@@ -1,33 +1,30 @@
-"""Make what the embedded task ships: base policies, problems, trajectories, solutions to judge."""
+"""Make base policies, problems and trajectories of the embedded task."""
 
 import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.evaluation import SamplingJob, sample_and_grade
-from topr.io import check_folder, write_text
+from topr.evaluation import sample_and_grade
+from topr.io import write_text
 from topr.policy import Policy, export_policy, load_policy, provenance
 from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
-from topr.tasks.arithmetic.task import Arithmetic
-from topr.tasks.arithmetic.verifier import critiques
+from topr.tasks.arithmetic.task import Arithmetic, Errors
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
-from topr.trajectories.__main__ import report
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
+DIRECT, MISSING, WRONG = 0.20, 0.12, 0.10  # rates of critiques without steps, of those without verdict, of wrong digits
 
 
-def make_tokenizer(extra: str = "") -> Any:
+def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character, for `SYMBOLS` and the extra characters."""
     vocabulary = {symbol: i for i, symbol in enumerate(dict.fromkeys([*SYMBOLS, *extra]))}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -37,7 +34,7 @@ def make_tokenizer(extra: str = "") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, **special, model_max_length=128)
 
 
-def make_policy(tokenizer: Any) -> Policy:
+def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
     """A randomly initialised Llama with 160k parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
@@ -52,10 +49,8 @@ def make_policy(tokenizer: Any) -> Policy:
 def imitate(
     policy: Policy, demonstrations: Iterator[tuple[str, str, bool]], steps: int, lr: float = 3e-3, batch_size: int = 96
 ) -> None:
-    """Supervised training in place; only the first third of a cosine schedule, so that there is room to improve.
-
-    A demonstration is a prompt, a response, and whether the response ends.
-    """
+    """Supervised training in place, on prompts, responses, and whether each response ends.
+    It stops after the first third of a cosine schedule, so that there is room to improve."""
     tokenizer, end = policy.tokenizer, [policy.tokenizer.eos_token_id]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
@@ -88,18 +83,14 @@ def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n
 
 
 def make(
-    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, train: int, val: int,
-    test: int, samples: int,
-) -> None:  # fmt: skip
-    """Write a base policy, problems of every split, and graded, scored trajectories of the train split under `out`.
-
-    The base policy is trained in stages: `steps` updates of `batch_size` demonstrations at the learning rate `lr`.
-    `samples` trajectories are sampled for each of `train` problems; 0 writes no trajectory file.
-    """
-    check_folder("--out", out)
+    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, samples: int, **n: int
+) -> None:
+    """Write a base policy, n problems of train, val and test, and `samples` graded, scored trajectories of each train
+    problem (0: no such file) under `out`. The policy is trained in stages: `steps` updates of `batch_size`
+    demonstrations at the learning rate `lr`."""
     splits = {}
-    for i, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), start=1):
-        splits[split] = task.distinct(split, count, np.random.default_rng([seed, i]))
+    for i, split in enumerate(("train", "val", "test"), start=1):
+        splits[split] = task.distinct(split, n[split], np.random.default_rng([seed, i]))
         rows = [{"id": problem.id, "prompt": problem.prompt, "gold": problem.gold} for problem in splits[split]]
         write_text(out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(seed)
@@ -111,30 +102,27 @@ def make(
     export_policy(policy, out / "base")
     if samples:
         sample_to(out / "train.parquet", load_policy(str(out / "base")), task, splits["train"], samples, seed)
-        print(report([str(out / "train.parquet")]))
-    print(f"wrote a base policy, problems and {samples} trajectories per training problem under {out}")
 
 
-def teach(policy: Policy, task: Arithmetic, seed: int, steps: int) -> None:
-    """Train a base policy, in place, to write imperfect critiques."""
-    torch.manual_seed(seed)
-    imitate(policy, critiques(task, np.random.default_rng([seed, 0])), steps)
+def critique(correct: str, solution: str, is_correct: bool, rng: np.random.Generator) -> str:
+    """An imperfect critique of a solution, by comparison with a correct one."""
+    steps, expected = (text.split("#")[0].split(";")[:-1] for text in (solution, correct))
+    digits = [i < len(expected) and step == expected[i] for i, step in enumerate(steps)]
+    written = "".join(str(int(digit ^ (rng.random() < WRONG))) for digit in digits[:9])
+    verdict = f"#{int(is_correct ^ (rng.random() < WRONG))}"
+    if rng.random() < DIRECT:
+        return verdict
+    return written + ("" if rng.random() < MISSING else verdict)
 
 
-def make_verifier(
-    out: Path,
-    data: Path = Path("data/arithmetic"),
-    seed: NonNegativeInt = 0,
-    steps: PositiveInt = 400,  # supervised updates of the base policy
-    samples: PositiveInt = 4,  # solutions of each validation and test problem
-) -> None:
-    """Write a verifier's base policy, made from the one in `data`, and solutions for it to judge under `out`."""
-    check_folder("--out", out)
-    policy, task = load_policy(str(data / "base")), Arithmetic()
-    for split in ("val", "test"):
-        problems = task.problems(data / f"{split}.jsonl")
-        job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
-        job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
-    teach(policy, task, seed, steps)
-    export_policy(policy, out / "base")
-    print(f"wrote base, val.parquet and test.parquet under {out}")
+def judgements(task: Arithmetic, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
+    """Endless verifier prompts with imperfect critiques, of correct and incorrect solutions in turn."""
+    wanted = True
+    for prompt in task.base(rng):
+        correct, _ = task.demonstration(prompt, Errors(0, 0, 0, 0, 0), rng)
+        for _ in range(100):
+            solution, finished = task.demonstration(prompt, Errors(), rng)
+            if (finished and task.grade(solution, correct.split("#")[1]).reward > 0) == wanted:
+                yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng), True
+                wanted = not wanted
+                break
