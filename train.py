@@ -23,16 +23,7 @@ from topr.callbacks import ExactResume, ExportPolicy
 from topr.callbacks.resume import reason, updates
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
-from topr.io import (
-    InputError,
-    OneSentenceErrors,
-    check_folder,
-    command,
-    first_line,
-    is_out_of_memory,
-    root_cause,
-    write_text,
-)
+from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, write_text
 from topr.module import PolicyModule
 
 # a resumed run keeps these settings
@@ -128,7 +119,7 @@ class CLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (MisconfigurationException, TypeError, ValueError, ImportError) as error:
-            raise InputError(first_line(root_cause(error))) from error
+            raise InputError(first_line(error)) from error
         if self.subcommand:
             self._check_sharding(self.config[self.subcommand])
 

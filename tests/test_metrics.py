@@ -97,7 +97,7 @@ def test_intervals_equal_those_of_a_loop():
 def test_summaries_are_of_all_updates():
     metrics, problems = PerProblem(4), group_by_problem(SOME)[::-1]
     for rows in problems:  # of the first problem alone, pass@1 and pass@4 are equal
-        metrics.update([rows])
+        metrics.update(rows)
     metrics.update([])
     assert summarise(metrics.compute(), seed=2) == summarise(per_problem(sum(problems, [])), seed=2)
     assert metrics.compute()["maj@4"].dtype == np.float64
@@ -112,7 +112,7 @@ def test_ranks_gather_the_problems_of_all(tmp_path, shares):
         store = f"file://{tmp_path}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=number, world_size=2)
         metrics = PerProblem(4)
-        metrics.update([problems[i] for i in shares[number]])
+        metrics.update([row for i in shares[number] for row in problems[i]])
         local = per_problem(SOME[:4])["pass@1"].tolist() == [0.5]  # of this process alone
         return local and summarise(metrics.compute()) == expected == summarise(metrics.compute())
 

@@ -86,31 +86,19 @@ def printable(text: str, limit: int, kept: str = "") -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, for use in one of ours; with the second where the first is a heading."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
+    """The first line of a library's message, with the second where the first is a heading, or that of the `InputError`
+    that the library has wrapped."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, InputError):
+        cause = cause.__cause__ or cause.__context__
+    lines = (str(cause or error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The `InputError` that a library has wrapped, or the error itself."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, InputError):
-        inner = inner.__cause__ or inner.__context__
-    return inner or error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or CUDA ran out of memory."""
     found = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and found is not None)
-
-
-def check_counts(prefix: str, least: int = 1, most: int = 2**31 - 1, **counts: int | None) -> None:
-    """Raise an InputError for a count outside [least, most], named with the prefix; None stands for a default."""
-    for name, value in counts.items():
-        if value is not None and not least <= value <= most:
-            bound = f"least {least}" if value < least else f"most {most}"
-            raise InputError(f"{prefix}{name} is {value}; it must be at {bound}")
 
 
 def check_file(path: str | Path, remedy: str = "name a file") -> None:

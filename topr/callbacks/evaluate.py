@@ -12,14 +12,7 @@ from lightning.pytorch import Callback
 
 from topr.callbacks.monitor import Monitor
 from topr.distributed import Preempted, gather, stop_requested
-from topr.evaluation import (
-    PerProblem,
-    derived_seed,
-    explain_out_of_memory,
-    group_by_problem,
-    sample_and_grade,
-    summarise,
-)
+from topr.evaluation import PerProblem, derived_seed, explain_out_of_memory, sample_and_grade, summarise
 from topr.io import write_text
 from topr.policy import export_policy
 from topr.policy.model import merge_adapter
@@ -94,7 +87,7 @@ class Evaluate(Callback):
             raise Preempted
         self._show(trainer, split, trajectories)
         metrics = PerProblem(samples).to(policy.device)
-        metrics.update(group_by_problem(trajectories))
+        metrics.update(trajectories)
         figures = {}
         for metric, value in summarise(metrics.compute()).items():
             figures[f"{split}/{metric}"] = value["mean"]

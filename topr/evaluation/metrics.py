@@ -82,7 +82,8 @@ class PerProblem(Metric):
         self.names = list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]))
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
-    def update(self, problems: list[Responses]) -> None:
+    def update(self, trajectories: Responses) -> None:
+        problems = group_by_problem(trajectories)
         rows = [list(response_metrics(responses, [self.k]).values()) for responses in problems]
         self.values_PM.append(torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names)))
 

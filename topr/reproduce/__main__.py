@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from topr.evaluation.report import draw, table
-from topr.io import ArgumentParser, InputError, check_counts, check_folder, command, write_text
+from topr.io import ArgumentParser, InputError, check_folder, command, write_text
 from topr.reproduce.claims import CLAIMS
 from topr.reproduce.study import SETTINGS, Rows, Study, best, verdict
 
@@ -42,7 +42,8 @@ def reproduce(
     if unknown := set(wanted) - set(known):
         raise InputError(f"--claims has {min(unknown)!r}; this regime has {','.join(known)}")
     seeds = seeds if seeds is not None else 2 if quick else 5
-    check_counts("--", least=2, seeds=seeds)  # one has no interval
+    if seeds < 2:
+        raise InputError(f"--seeds is {seeds}, which has no interval; it must be at least 2")
     check_folder("--out", out)
     folder = (out / "quick" if quick else out) / regime
     study = Study(out / "cache", workers, setting, list(range(1, seeds + 1)))
