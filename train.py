@@ -199,27 +199,14 @@ def main() -> None:
     ignored = ["LeafSpec", "is_gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    defaults: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
+    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "policy"}}
+    plugins, callbacks = [{"class_path": "topr.callbacks.AtomicCheckpointIO"}], [ExactResume(), ExportPolicy()]
+    defaults |= {"enable_model_summary": False, "logger": logger, "plugins": plugins, "callbacks": callbacks}
+    options: dict[str, Any] = {"auto_configure_optimizers": False, "seed_everything_default": 0}
+    options |= {"parser_class": Parser, "trainer_defaults": defaults, "save_config_callback": SaveConfig}
     with command():
-        CLI(
-            PolicyModule,
-            TrajectoryDataModule,
-            parser_class=Parser,
-            auto_configure_optimizers=False,
-            seed_everything_default=0,
-            save_config_callback=SaveConfig,
-            trainer_defaults={
-                "max_epochs": 1,
-                "gradient_clip_val": 1.0,
-                "num_sanity_val_steps": 0,
-                "enable_model_summary": False,
-                "callbacks": [ExactResume(), ExportPolicy()],
-                "plugins": [{"class_path": "topr.callbacks.AtomicCheckpointIO"}],
-                "logger": {
-                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                    "init_args": {"save_dir": "runs", "name": "policy"},
-                },
-            },
-        )
+        CLI(PolicyModule, TrajectoryDataModule, **options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from topr.io import (
     ArgumentParser,
     InputError,
     atomic,
-    check_file,
     check_folder,
     command,
     first_line,
@@ -110,15 +109,6 @@ def test_a_place_that_takes_no_file_is_rejected_before_the_work(tmp_path):
         check_folder("--out:", tmp_path / "file" / "below")
     check_folder("--out:", tmp_path / "folder" / "below")
     assert names(tmp_path) == {"file"}
-
-
-def test_only_a_regular_file_is_read(tmp_path):
-    (tmp_path / "a.yaml").write_text("")
-    (tmp_path / "link.yaml").symlink_to("nowhere")
-    for name, words in (("b.yaml", "does not exist"), (".", "not a regular file"), ("link.yaml", "not a regular file")):
-        with pytest.raises(InputError, match=f"{words}; name a YAML file"):
-            check_file(tmp_path / name, "name a YAML file")
-    check_file(tmp_path / "a.yaml")
 
 
 def end_of(capsys, error: BaseException) -> tuple[int, str]:

@@ -222,7 +222,7 @@ def test_metadata_that_is_not_ours_is_rejected_and_missing_metadata_is_unknown(t
 def test_files_without_trajectories_are_rejected(tmp_path, table):
     write_tables(tmp_path / "empty.parquet", [table.slice(0, 0)], {})
     (tmp_path / "text.parquet").write_text('{"prompt": "1"}')
-    for name, words in (("empty", "holds no trajectory"), ("text", "cannot be read"), ("none", "does not exist")):
+    for name, words in (("empty", "holds no trajectory"), ("text", "cannot be read"), ("none", "No such file")):
         with pytest.raises(InputError, match=f"{name}.parquet.*{words}"):
             read(tmp_path / f"{name}.parquet")
 

@@ -144,16 +144,13 @@ def _unit_tokens(sizes: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
-    """Split trajectories into rows, as few as `tokens` allows or `parts` balanced ones, equal prompts side by side.
+    """The trajectories of each row: as few rows as `tokens` allows or `parts` balanced ones, equal prompts side by side.
 
     Args:
         sizes: [3, B]: a number that is equal for equal prompts, the prompt's tokens, the response's tokens.
         tokens: bound on the tokens of a row.
         parts: number of rows; the bound is then the smallest that this number allows, and empty rows fill up.
         unit: this many neighbours stay together (the two of a pair).
-
-    Returns:
-        Indices of the trajectories, one array a row.
     """
     prompt = sizes[0].reshape(-1, unit)
     order = np.argsort(prompt[:, 0], kind="stable")

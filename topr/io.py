@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 import jsonargparse
 
-LONGEST_MESSAGE = 450  # characters; a message may quote the input
-
 
 class InputError(ValueError):
     """Bad input or configuration, explained in one sentence: what, where, what was expected, the remedy."""
@@ -74,7 +72,7 @@ def command() -> Iterator[None]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             message = f"the disk is full ({error.filename}); complete files are kept: make room and start again"
-        print(f"error: {printable(message, LONGEST_MESSAGE)}", file=sys.stderr)
+        print(f"error: {printable(message, limit=450)}", file=sys.stderr)  # it may quote the input
         raise SystemExit(2) from None
 
 
@@ -99,13 +97,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or CUDA ran out of memory."""
     found = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and found is not None)
-
-
-def check_file(path: str | Path, remedy: str = "name a file") -> None:
-    """Raise an InputError unless this is a regular file: a pipe would wait, a device never end."""
-    if not os.path.isfile(path):
-        found = "is not a regular file" if os.path.lexists(path) else "does not exist"
-        raise InputError(f"{path} cannot be read: it {found}; {remedy}")
 
 
 def check_folder(name: str, path: str | Path) -> None:

@@ -64,12 +64,9 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
     """Shard a policy over the devices of a mesh of one dimension, decoder layer by decoder layer, in place.
 
     Args:
-        policy: the policy.
-        mesh: over which weights, gradients and optimiser state are split.
         bfloat16: gather the layers' weights in bfloat16, to which autocast would cast them: half the traffic for the
             same update. Norms, embeddings, output projection and reduced gradients stay in float32.
-        reshard: drop a layer's gathered weights after its forward and gather them again for its backward: less memory,
-            half as much traffic again.
+        reshard: drop a layer's gathered weights after its forward and gather them again for its backward.
     """
     dtype = torch.bfloat16 if bfloat16 else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

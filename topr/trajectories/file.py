@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from topr.io import InputError, atomic, check_file, first_line
+from topr.io import InputError, atomic, first_line
 
 REMEDY = "train.py predict samples trajectory files, python -m topr.trajectories import converts text"
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
@@ -63,7 +63,6 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], metadata: dict[st
 @contextmanager
 def open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file, not buffered ahead, checksums verified; raises InputError if pyarrow rejects it or its rows."""
-    check_file(path, REMEDY)
     try:
         with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
             yield file
