@@ -144,7 +144,7 @@ def _unit_tokens(sizes: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
-    """The trajectories of each row: as few rows as `tokens` allows or `parts` balanced ones, equal prompts side by side.
+    """Indices of the trajectories of each row: as few rows as `tokens` allows or `parts` balanced ones.
 
     Args:
         sizes: [3, B]: a number that is equal for equal prompts, the prompt's tokens, the response's tokens.
