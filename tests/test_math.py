@@ -17,8 +17,7 @@ from topr.evaluation.metrics import maj_at_k
 from topr.io import InputError
 from topr.tasks import MATH, Grade, math
 from topr.tasks.equivalence import MEMORY
-from topr.tasks.latex import tables
-from topr.tasks.math import Judge, last_box
+from topr.tasks.math import Judge, last_box, tables
 from topr.tasks.task import PROMPTS
 
 MATH500 = SHARED / "math500.jsonl"

@@ -22,7 +22,7 @@ SETS = re.compile(rf"{ORDER}|\\(?:pm|cup|cap|setminus|backslash|mathbb|begin)(?!
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether an answer means the same as the gold, both in the normal form of `latex.py`."""
+    """Whether an answer means the same as the gold, both as `math.normal_form` writes them."""
     if gold == answer:
         return True
     (kind, golds), (answer_kind, answers) = _parts(gold), _parts(answer)
