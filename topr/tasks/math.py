@@ -121,8 +121,8 @@ def tables() -> SimpleNamespace:
 
 
 def normal_form(text: str) -> tuple[str, frozenset[str]]:
-    r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as `\text{…}` in lower case,
-    and the kinds of the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
+    r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as `\text{…}` in lower
+    case, and the kinds of the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
     known = tables()
     text = text.translate(known.characters)
     for pattern, spelling in known.spelling:
