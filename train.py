@@ -58,7 +58,7 @@ class CLI(LightningCLI):
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=check_seed)
         parser.link_arguments("model.policy", "data.policy")
         for name in ("loss", "task"):
             parser.link_arguments(f"model.{name}", f"data.{name}", apply_on="instantiate")
@@ -189,6 +189,12 @@ def check_trainer(trainer: Any) -> None:
     ):
         if wrong:
             raise InputError(f"trainer.{message}")
+
+
+def check_seed(value: bool | int) -> int:
+    if not 0 <= value < 2**32:  # numpy takes 32 bits
+        raise InputError(f"seed_everything is {value}; it must lie between 0 and {2**32 - 1}")
+    return int(value)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import train
 from topr.callbacks import Monitor
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
 from topr.policy.files import resolve_policy, vocabulary_and_context
-from topr.tasks.arithmetic.making import SYMBOLS, make_tokenizer
+from topr.reproduce.making import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,9 @@ from data.arithmetic.make import main
 from topr.evaluation import sample_and_grade
 from topr.io import InputError
 from topr.policy import load_policy, load_tokenizer, tokenizer_fingerprint
+from topr.reproduce.making import make_tokenizer
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic.making import make_tokenizer
 from topr.tasks.arithmetic.task import Bug, Errors, configured, split_of
 from topr.trajectories import add_log_probs
 

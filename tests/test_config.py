@@ -46,7 +46,7 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
     "a text for a number": ("--data.batch_size=x", "batch_size", "--data.batch_size=8"),
     "a count out of range": ("--data.batch_size=0", "data.batch_size", "--data.batch_size=1"),
     "an argument out of range": (f"{LOSS}.a_minus=2", "0 <= a <= b", f"{LOSS}.a_minus=1"),
-    "a seed out of range": ("--seed_everything=-1", "data.seed", "--seed_everything=1"),
+    "a seed out of range": (f"--seed_everything={2**32}", "seed_everything is", "--seed_everything=1"),
     "micro-batches": ("--data.microbatch_tokens=9", "microbatch_tokens or drop", "--data.microbatch_tokens=23"),
     "an unknown class": ("--model.loss=topr.losses.TOPPER", "TOPPER", "--model.loss=topr.losses.TOPR"),
     "an abstract class": ("--model.task=topr.tasks.Task", "topr.tasks.Task", "--model.task=topr.tasks.Arithmetic"),

@@ -12,9 +12,9 @@ from conftest import make_policy
 
 from topr.policy import LoRA, Policy, load_policy, score
 from topr.policy.model import check_forward
+from topr.reproduce.making import make_tokenizer
 from topr.sampling import LocalSampler, Sampling, local
 from topr.sampling.local import Rows
-from topr.tasks.arithmetic.making import make_tokenizer
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

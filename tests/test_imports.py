@@ -17,7 +17,7 @@ LEVELS = [  # a file imports from its own level and from those before it
     ["module"],
     ["iterate", "reproduce"],
 ]
-COMMANDS = ["tasks.arithmetic.making", "reproduce", "__main__"]  # they may import anything but the entry points
+COMMANDS = ["__main__"]  # they may import anything but the entry points
 TOPR = ROOT / "topr"
 
 

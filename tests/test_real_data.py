@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import evaluate
 import train
 from topr.policy import Policy, encode_prompt, export_policy
+from topr.reproduce.making import imitate
 from topr.tasks import GSM8K
-from topr.tasks.arithmetic.making import imitate
 from topr.trajectories import read_trajectories
 from topr.trajectories.__main__ import main as trajectories_main
 

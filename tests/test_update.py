@@ -25,8 +25,8 @@ from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.policy import Policy, export_policy, load_policy
 from topr.policy.model import shared_prompts
+from topr.reproduce.making import SYMBOLS, make_tokenizer
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic.making import SYMBOLS, make_tokenizer
 from topr.trajectories import add_log_probs
 
 LIMITS = {  # Table 1

@@ -9,8 +9,8 @@ from conftest import ROOT, make_trajectories, write
 import evaluate
 from topr.io import InputError
 from topr.policy import encode_prompt, load_tokenizer
+from topr.reproduce.making import critique
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
-from topr.tasks.arithmetic.making import critique
 from topr.tasks.task import Grade, Problem
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"

@@ -115,6 +115,8 @@ def iterate(
     pool = pool or data["samples"]
     if curate != "share":
         selection["budget"] = selection["budget"] or data["samples"]
+        if selection["budget"] > pool:
+            raise InputError(f"--budget {selection['budget']} is more than the {pool} responses sampled; raise --pool")
     curation = Curation(curate, **selection)
     out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
     check_folder("--out", out)

@@ -17,9 +17,9 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from topr.evaluation import SamplingJob
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import export_policy, load_policy
+from topr.reproduce.making import imitate, judgements, make
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic.making import imitate, judgements, make
 from topr.tasks.arithmetic.task import configured
 from topr.trajectories.__main__ import report
 

@@ -21,8 +21,6 @@ from topr.sampling import LocalSampler, Sampler, ServerSampler
 from topr.tasks import Problem, Task
 from topr.trajectories import Trajectory
 
-SHOWN = 8  # responses that go to TensorBoard as text
-
 
 class Evaluate(Callback):
     """Samples and grades for validation, test and predict; validates once before the first update as well.
@@ -106,7 +104,7 @@ class Evaluate(Callback):
     def _show(self, trainer: Any, split: str, trajectories: list[Trajectory]) -> None:
         """Log a few responses as text in TensorBoard."""
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_text"):
-            some = trajectories[:: max(1, len(trajectories) // SHOWN)]
+            some = trajectories[:: max(1, len(trajectories) // 8)]
             text = "\n\n".join(f"{t.prompt}\n{t.response}\nreward {t.reward:+g}" for t in some)
             # indented it is a code block: Markdown would take a product for emphasis
             text = "".join(f"    {line}\n" for line in text.splitlines())

@@ -5,7 +5,6 @@ Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T)
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -121,7 +120,9 @@ class REC(WeightedLoss):
         check_clips(clip_low=clip_low, clip_high=clip_high)
         self.importance, self.low, self.high = importance, 1 - clip_low, 1 + clip_high
 
-    mask: Callable[[Tensor, Tensor], Tensor]  # M_t, boolean, from r_t and A
+    @abstractmethod
+    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+        """M_t, boolean."""
 
     def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
         mask_N = self.mask(ratio_N, advantage_N)

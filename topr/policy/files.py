@@ -132,6 +132,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.METADATA_KEYS`."""
+    """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.file.METADATA_KEYS`."""
     fingerprints = {"tokenizer": tokenizer_fingerprint(load_tokenizer(name)), "policy": policy_fingerprint(name)}
     return {**fingerprints, "precision": precision, **more}

@@ -16,9 +16,9 @@ from topr.evaluation import derived_seed, per_problem
 from topr.io import DivergedError, InputError, atomic
 from topr.module import PolicyModule
 from topr.policy import Policy, export_policy, load_policy
+from topr.reproduce.making import imitate, judgements, make, sample, sample_to
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task
-from topr.tasks.arithmetic.making import imitate, judgements, make, sample, sample_to
 from topr.trajectories.curate import Curation, Way, curate
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # metrics of a policy without valid responses

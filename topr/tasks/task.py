@@ -39,7 +39,7 @@ class Task(ABC):
 
     name = "task"
     requires_end = False  # whether a response that the length limit cut off is invalid
-    sampling = Sampling()  # defaults of evaluate.py
+    sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
     columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}  # required in each row of problems
     optional: dict[str, tuple[type, ...]] = {"id": (str, int)}  # columns that may be absent
 
