@@ -9,7 +9,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-# large CPU tensors in huge pages: small pages cost up to a seventh of an update; read with torch's first tensor
+# large CPU tensors in huge pages save up to a seventh of an update; torch reads this at its first tensor
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import yaml
@@ -68,7 +68,7 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        config.data.seed = int(config.seed_everything)  # for true, Lightning has drawn a number by now
+        config.data.seed = int(config.seed_everything)  # with seed_everything: true, Lightning has drawn a seed
         check_trainer(config.trainer)
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)

@@ -33,7 +33,7 @@ class TrajectoryDataModule(LightningDataModule):
     """Trajectories to train on, problems to sample from.
 
     Args:
-        policy: folder or hub name. From train.py, this, `loss` and `task` are the model's.
+        policy: folder or hub name; train.py links policy, loss and task from the model section.
         loss: decides advantages and what a batch must hold.
         task: reads the problems.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.

@@ -48,7 +48,7 @@ class Evaluate(Callback):
         if trainer.global_step == 0 and data.val is not None and trainer.limit_val_batches:
             self._write(trainer, self.measure(trainer, "val", data.own_problems("val")))
         elif self.validated[0] == trainer.global_step:
-            self._write(trainer, self.validated[1])  # the logger of a resumed run drops what follows the checkpoint
+            self._write(trainer, self.validated[1])  # TensorBoard has dropped this step's figures (purge_step)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: list[Problem], *_: Any) -> None:
         self.figures = self.measure(trainer, "val", batch)

@@ -22,7 +22,7 @@ from topr.policy.model import Policy, check_forward, check_weights, empty_policy
 def load_sharded(
     name: str, prepare: Callable[[Policy], None], mesh: DeviceMesh, bfloat16: bool, reshard: bool
 ) -> Policy:
-    """A policy of which each rank reads only its rows; `prepare` changes it before; the rest as in `shard`."""
+    """Load a policy of which each rank reads only its own rows; `prepare` modifies it before it is sharded."""
     policy = empty_policy(name)
     stored, expected = set(stored_tensors(name)), set(policy.model.state_dict())
     if not {key for key, _ in policy.model.named_parameters()} <= stored <= expected:
