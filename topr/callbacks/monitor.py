@@ -33,7 +33,7 @@ class Monitor(Callback):
         self.indices: list[Tensor] = []  # row numbers in the data, which float32 would round
         self.clock = (0, 0.0)  # tokens and seconds of training, before this process too
         self.max_abs_log_ratio: float | None = None  # before the first update
-        self.weights_before: Tensor | None = None  # a parameter, during the first update
+        self.watched: tuple[Tensor, Tensor] | None = None  # a parameter and its value before the first update
 
     def state_dict(self) -> dict[str, Any]:
         return {"clock": self.speed.total, "max_abs_log_ratio": self.max_abs_log_ratio}
@@ -70,14 +70,14 @@ class Monitor(Callback):
         total = torch.nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
         check_finite(trainer, rows, norm)
-        last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
         if step == 0:
-            self.max_abs_log_ratio, self.weights_before = float(np.abs(rows["log_ratio"]).max()), last.detach().clone()
+            last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
+            self.max_abs_log_ratio, self.watched = float(np.abs(rows["log_ratio"]).max()), (last, last.detach().clone())
             check_reference(trainer, module.policy.name, rows)
-        elif self.weights_before is not None:
-            if torch.equal(last, self.weights_before):
+        elif self.watched is not None:
+            if torch.equal(*self.watched):
                 warnings.warn("the policy has not moved in the first update: raise the learning rate", stacklevel=1)
-            self.weights_before = None
+            self.watched = None
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
         of_group = module.loss.grouping == "group"

@@ -114,10 +114,9 @@ class ExactResume(Callback):
         done = loader["global_batches"] * trainer.datamodule.microbatches(loader["epoch"])
         for counts in loop["epoch_progress"].values():  # a run resumed at the end of an epoch does not count the next
             counts["ready"] = counts["started"] = loader["epoch"] + 1
+            counts["completed"] = counts["processed"]
         current = loop["epoch_loop.batch_progress"]["current"]
         if loop["epoch_progress"]["current"]["processed"] > loader["epoch"]:  # the epoch was over: begin the next
-            for counts in loop["epoch_progress"].values():
-                counts["completed"] = counts["processed"]
             done, loop["epoch_loop.batch_progress"]["is_last_batch"] = 0, False
         shift = done - current["processed"]
         current.update({name: count + shift for name, count in current.items()})
