@@ -128,7 +128,7 @@ class PolicyModule(LightningModule):
             # FAST PATH, for speed only: the value and gradient of the other branch, each logit computed once
             total, output, hidden_ND = self.policy(batch.tokens, one_pass.OnePass(self.loss, batch, scale_B))
         else:
-            log_probs_N, hidden_ND = self(batch.tokens)
+            log_probs_N, hidden_ND = self.policy(batch.tokens)
             output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
             total = (output.loss_B * scale_B).sum()
         hidden_ND.retain_grad()
