@@ -117,15 +117,17 @@ def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple
     from topr.losses import LARGEST
 
     lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "response_ids", "ref_logprobs")}
-    prompt, response, scored = (pc.list_value_length(column).to_numpy() for column in lists.values())
+    lengths = [pc.list_value_length(column).to_numpy() for column in lists.values()]
+    prompt, response, scored = lengths
     yield prompt == 0, "prompt_ids is empty; a response needs a prompt of one token at least"
     yield response == 0, "the response is empty; drop the row or store its end token"
     yield response != scored, "response_ids and ref_logprobs differ in length; store log mu of each response token"
-    for name, column in lists.items():
+    for (name, column), length in zip(lists.items(), lengths, strict=True):
         low, high = (-LARGEST, 0) if name == "ref_logprobs" else (0, vocabulary - 1)
         values = column.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
-        rows = pc.list_parent_indices(column).to_numpy()[~((values >= low) & (values <= high))]
-        yield np.isin(np.arange(len(table)), rows), f"{name} holds a value that is null or outside [{low:.0f}, {high}]"
+        wrong = np.flatnonzero(~((values >= low) & (values <= high)))
+        bad = np.isin(np.arange(len(table)), np.searchsorted(length.cumsum(), wrong, side="right"))
+        yield bad, f"{name} holds a value that is null or outside [{low:.0f}, {high}]"
     yield ~(np.abs(table["reward"]) <= LARGEST), f"the reward is NaN or beyond +-{LARGEST:.0f}"
     tokens, limit = prompt + response, f"{max_tokens}, the policy's context or data.microbatch_tokens"
     problem = f"prompt and response have up to {tokens.max()} tokens, more than {limit}"
