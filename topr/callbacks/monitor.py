@@ -41,6 +41,9 @@ class Monitor(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clock, self.max_abs_log_ratio = tuple(state["clock"]), state["max_abs_log_ratio"]
 
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.datamodule.padded = module.policy.padded
+
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
             self.speed = Throughput(module.policy, self.clock)
