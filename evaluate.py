@@ -88,7 +88,7 @@ def evaluate(
                 model = load_policy(job.policy)
         for path, problems in tqdm(mine, f"{job.policy} on {name}", disable=rank() > 0):
             activity = f"{job.samples} responses to each of {len(problems)} problems"
-            remedy = f"--rows, now {rows}, or --microbatch-tokens, now {microbatch_tokens}"
+            remedy = f"--rows, now {rows or 'automatic'}, or --microbatch-tokens, now {microbatch_tokens}"
             bfloat16 = torch.autocast(model.device.type, torch.bfloat16, precision == "bf16-mixed")
             with bfloat16, explain_out_of_memory(activity, remedy):
                 job.sample_part(path, problems, LocalSampler(rows), model, microbatch_tokens)

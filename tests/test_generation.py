@@ -167,6 +167,20 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, monkeypatch, lora
         assert np.abs(error).max() < 1e-4 and np.abs(error).mean() < 1e-6
 
 
+def test_under_autocast_keys_and_values_are_kept_in_bfloat16(policy, monkeypatch):
+    kept, step = set(), Rows.step
+
+    def watch(self):
+        kept.update(tensor.dtype for layer in self.cache.layers for tensor in (layer.keys, layer.values))
+        return step(self)
+
+    monkeypatch.setattr(Rows, "step", watch)
+    loaded = load_policy(str(policy))
+    with torch.autocast("cpu", torch.bfloat16):
+        sample(loaded, [[5, 6], [7]], 3, 2, PLAIN)
+    assert kept == {torch.bfloat16}
+
+
 def planned(monkeypatch, lengths: Iterable[int]) -> None:
     """Make responses end after these numbers of tokens, in the order of their starts."""
     lengths, ends = iter(lengths), {}

@@ -221,9 +221,9 @@ class MicroBatches(Dataset):
     plan: list[np.ndarray]  # the global batches
     count: int  # micro-batches per rank and update
     unit: int  # neighbours that stay in one micro-batch
-    padded: bool  # see `partition`
     rank: int
     ranks: int
+    padded: bool = False  # see `partition`
 
     def __len__(self) -> int:
         return len(self.plan) * self.count

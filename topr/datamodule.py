@@ -1,5 +1,6 @@
 """The LightningDataModule: memory-mapped trajectories in the order of the epoch plan, and problems to sample from."""
 
+import math
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -180,6 +181,14 @@ class TrajectoryDataModule(LightningDataModule):
         """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
         settings: Any = {"microbatch_tokens": self.microbatch_tokens, "unit": self.unit, "padded": self.padded}
         return microbatch_count(self.plan(epoch), self.sizes, ranks=self.trainer.world_size, **settings)
+
+    def largest_microbatch(self) -> dict[str, int]:
+        """Micro-batches per rank and update, and at most as many tokens as one of them has in the first epoch."""
+        count = self.microbatches(0)
+        most = max(self.sizes[1:, batch].sum() for batch in self.plan(0)) / (count * self.trainer.world_size)
+        tokens = min(self.microbatch_tokens, math.ceil(most))
+        share = self.sizes[2].sum() / self.sizes[1:].sum()
+        return {"microbatches": count, "tokens": tokens, "response_tokens": math.ceil(share * tokens)}
 
     def train_dataloader(self) -> TrainLoader:
         """The micro-batches of the trainer's current epoch."""

@@ -97,7 +97,7 @@ class Evaluate(Callback):
     @contextmanager
     def _sampling(self, trainer: Any, samples: int, problems: list[Problem]) -> Iterator[None]:
         """`sampling_context`; if memory runs out, the error names the key to lower."""
-        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None)}"
+        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None) or 'automatic'}"
         activity = f"{samples} responses to each of {len(problems)} problems"
         with sampling_context(trainer), explain_out_of_memory(activity, rows):
             yield

@@ -115,16 +115,16 @@ class Rows:
         self.lengths, self.width = [len(prompt) for prompt in prompts], ids_PL.shape[1]
         self.logits_PV = self._forward(ids_PL, mask_PL, (mask_PL.cumsum(-1) - 1).clamp(min=0), self.prompts)
         if self.cache is None:
-            rows = self._fitting_rows()
-            self.cursor, self.starts = self.width, [self.width] * rows
+            self.cursor, self.starts = self.width, [self.width] * len(self.drafts)
             self.cache = Cache(layers=[Layer(self, layer) for layer in self.prompts.layers])
-            self._resize(list(range(rows)))
+            self._resize(list(range(self._fitting_rows())))
         return [(index, draft) for index, (_, drafts) in enumerate(batch) for draft in drafts]
 
     def _fitting_rows(self) -> int:
         """The rows that fit into the free memory when each is as long as it may become."""
         columns = 1.25 * (self.width + self.sampling.max_new_tokens)  # see `_resize`
-        token = sum(layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes for layer in self.prompts.layers)
+        size = self.cache.layers[0].keys.element_size()
+        token = size * sum(p.keys[0, :, 0].numel() + p.values[0, :, 0].numel() for p in self.prompts.layers)
         row = token * columns + 16 * self.logits_PV.shape[1]  # scores, sorted and summed
         return int(min(len(self.drafts), max(1, 0.8 * self.free / row)))  # a fifth for the layers' own tensors
 
@@ -134,7 +134,7 @@ class Rows:
         columns = slice(self.cursor - self.width, self.cursor)
         for layer, prompts in zip(self.cache.layers, self.prompts.layers, strict=True):
             layer.keys[index_R, :, columns] = prompts.keys[index_P].to(layer.keys.dtype)
-            layer.values[index_R, :, columns] = prompts.values[index_P]
+            layer.values[index_R, :, columns] = prompts.values[index_P].to(layer.values.dtype)
         for row, (prompt, draft) in started.items():
             self.starts[row], self.drafts[row] = self.cursor - self.lengths[prompt], draft
         return self.logits_PV[index_P]
@@ -191,9 +191,11 @@ class Layer(DynamicLayer):
         super().__init__()
         self.rows, self.is_initialized = rows, True
         repeat = [0] * len(rows.starts)
-        # under autocast, rotary embeddings return float32 keys, but attention computes in the type of the values
-        self.keys: Any = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
-        self.values: Any = prompts.values[repeat, :, :0]
+        # attention computes in this type; rotary embeddings return float32, and transformers stores all as the keys are
+        kind, dtype = rows.device.type, prompts.values.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        self.keys: Any = prompts.keys[repeat, :, :0].to(dtype)
+        self.values: Any = prompts.values[repeat, :, :0].to(dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor
