@@ -59,6 +59,25 @@ def test_one_wrong_log_prob_among_many_is_found(run, policy):
     rejected(run, "the largest |log pi - log mu| is 0.05", *fit_arguments(policy, data, *arguments))
 
 
+def test_a_model_that_needs_data_is_trained_without_an_estimate(run, policy, tmp_path, monkeypatch):
+    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
+    told, errors = [], iter([False, True])
+    monkeypatch.setattr(monitor, "rank_zero_info", told.append)
+    estimate = monitor.estimate
+
+    def sometimes(*arguments, **keywords):
+        if next(errors):
+            raise RuntimeError("experts need data")
+        return estimate(*arguments, **keywords)
+
+    monkeypatch.setattr(monitor, "estimate", sometimes)
+    fit(run, policy, data)
+    fit(run, policy, data)
+    first, second = (text for text in told if "memory" in text)
+    assert first.startswith("estimated memory: 0.")
+    assert second == "the memory of training cannot be estimated: experts need data"
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA B200", 2250e12)]

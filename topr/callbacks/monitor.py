@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens
 from topr.distributed import gather, same_error_on_all_ranks
-from topr.io import DivergedError, InputError
+from topr.io import DivergedError, InputError, first_line
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
 from topr.policy.memory import estimate
@@ -45,9 +45,14 @@ class Monitor(Callback):
         self.clock, self.max_abs_log_ratio = tuple(state["clock"]), state["max_abs_log_ratio"]
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Estimate the memory that training takes."""
+        trainer.datamodule.padded = module.policy.padded
+        try:
+            self._estimate_memory(trainer, module)
+        except Exception as error:  # whatever a model raises, see `estimate`
+            rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
+
+    def _estimate_memory(self, trainer: Any, module: Any) -> None:
         data, device = trainer.datamodule, trainer.strategy.root_device
-        data.padded = module.policy.padded
         settings = {"checkpointing": module.activation_checkpointing, "reshard": module.reshard_after_forward}
         settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
         settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}

@@ -1,5 +1,6 @@
 """Does it fit? The peak memory of a device, by arithmetic on a policy's shapes and two small forwards."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ def estimate(
     padded: bool,
     **settings: Any,
 ) -> dict[str, float]:
-    """`peak_memory` of a policy that is not loaded; `prepare` adds its adapters."""
+    """`peak_memory` of a policy that is not loaded; `prepare` adds its adapters. Raises what a model raises that cannot
+    be computed on tensors without data, such as mixtures of experts."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print a traceback
     state = state_size(optimizer)
     policy = empty_policy(name)
     if not padded:
@@ -63,7 +66,7 @@ def peak_memory(
         devices, sharded: their number, and whether each holds a shard (FSDP2) or the whole policy (DDP).
         kind: of device, cuda or cpu.
     """
-    layers, (head_VD, *_) = len(policy.layers), output_head(policy.model)
+    layers, (head_VD, *_) = max(1, len(policy.layers)), output_head(policy.model)
     vocabulary, hidden = head_VD.shape
     inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
 
@@ -91,14 +94,12 @@ def peak_memory(
         products = sum(p.shape[0] for layer in policy.layers for p in layer.parameters() if p.ndim == 2)
         kept = 4 * hidden * layers + (width * products if checkpointing == "selective" else 0)
         fixed, recomputed = fixed / layers, token / layers
-    logits = (
-        4 * vocabulary * min(max(64, CHUNK_LOGITS[kind] // vocabulary), response_tokens)
-    )  # freed before the backward
+    # freed before the backward
+    logits = 4 * vocabulary * min(max(64, CHUNK_LOGITS[kind] // vocabulary), response_tokens)
     backward = tokens * (recomputed + GRADIENTS * token / layers)
     parts["activations"] = fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
-    parts["head"] = (
-        4.0 * head_VD.numel() * (head_VD.requires_grad and microbatches > 1)
-    )  # its gradient, before it is added
+    # the gradient of a micro-batch, before it is added to that of the others
+    parts["head"] = 4.0 * head_VD.numel() * (head_VD.requires_grad and microbatches > 1)
     return {"fit": sum(parts.values()), **parts, "sample": predict + stored["optimizer"], "predict": predict}
 
 
