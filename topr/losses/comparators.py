@@ -22,21 +22,25 @@ class PPO(RatioLoss):
     token` is PPO's; see `RatioLoss` for the others."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
-        super().__init__(ratio)
+        super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf))
         check_clips(clip_low=clip_low, clip_high=clip_high)
         check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
-        self.low, self.high, self.baseline = clip_low, clip_high, baseline
+        self.baseline = baseline
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c."""
         return require_signal(self, reward.astype(np.float64) - self.baseline)
 
-    def taper(self, log_ratio: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @staticmethod
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """min(r A, clip(r) A) / A, which is r up to 1 + high for positives, r from 1 - low for negatives."""
-        ratio = rho(log_ratio, 0, math.inf)
-        clipped = torch.where(positive, ratio > 1 + self.high, ratio < 1 - self.low)
-        value = torch.where(positive, ratio.clamp(max=1 + self.high), ratio.clamp(min=1 - self.low))
-        return value, truncated_ratio(log_ratio.detach(), 0, math.inf) * ~clipped, clipped
+        return rho(log_x, 0, math.inf).clamp(a, b)
+
+    @staticmethod
+    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = truncated_ratio(log_x, 0, math.inf)
+        clipped = (ratio < a) | (ratio > b)
+        return ratio * ~clipped, clipped
 
 
 class GRPO(PPO):

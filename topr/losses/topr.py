@@ -6,10 +6,9 @@ Shapes and symbols: see `losses/base.py`.
 import math
 import warnings
 from abc import abstractmethod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from topr.io import InputError
@@ -17,53 +16,61 @@ from topr.losses.advantages import baseline_for_rewards
 from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, sum_tokens
 
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
+LOG_ZERO = -1e4  # its exponential is exactly 0
 Ratio = Literal["sequence", "sequence_mean", "token"]
 
 
-def rho(log_x: Tensor, a: float, b: float) -> Tensor:
+def rho(log_x: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """The taper rho(x; a, b), whose derivative with respect to log x is the truncated ratio [x]_a^b. x within the
     limits, b (1 + log(x/b)) above, a (1 + log(x/a)) below, identically 0 for b = 0. One expression covers the three
     pieces, so no untaken branch can put a NaN or an infinity into the value or the gradient."""
-    if b == 0:
-        return 0 * log_x
     within = log_x.clamp(log_limit(a), log_limit(b))
     return within.exp() * (1 + log_x - within)
 
 
-def truncated_ratio(log_x: Tensor, a: float, b: float) -> Tensor:
+def truncated_ratio(log_x: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """[x]_a^b = min(max(x, a), b)."""
     return log_x.clamp(log_limit(a), log_limit(b)).exp()
 
 
-def log_limit(limit: float) -> float:
-    """log of a limit: -inf for 0, `LOG_INFINITY` for infinity."""
-    return min(math.log(limit), LOG_INFINITY) if limit > 0 else -math.inf
+def log_limit(limit: Tensor | float) -> Any:
+    """log of a limit: `LOG_INFINITY` for infinity, `LOG_ZERO` for 0."""
+    if isinstance(limit, Tensor):
+        return limit.log().clamp(LOG_ZERO, LOG_INFINITY)
+    return min(math.log(limit), LOG_INFINITY) if limit > 0 else LOG_ZERO
 
 
 class RatioLoss(Loss):
-    """-A f(pi/mu) / T with some f of the ratio of the whole sequence (`ratio: sequence`). For comparison:
+    """-A f(pi/mu; a, b) / T, limits by sign; `ratio: sequence`, the paper's, is that of all tokens. For comparison:
     `sequence_mean`, -A f(e^(h/T)), whose gradient carries the 1/T, and `token`, -(A/T) sum_t f(r_t)."""
 
-    def __init__(self, ratio: Ratio):
+    def __init__(self, ratio: Ratio, a: tuple[float, float], b: tuple[float, float]):
         check_argument("ratio", ratio, ratio in get_args(Ratio), f"one of {', '.join(get_args(Ratio))}")
-        self.ratio = ratio
+        self.ratio, self.a, self.b = ratio, a, b  # limits of positives, of negatives
 
+    @staticmethod
     @abstractmethod
-    def taper(self, log_ratio: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """f, differentiable; its derivative with respect to the log-ratio; whether the ratio is truncated."""
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """f of a ratio x, differentiable with respect to log x."""
+
+    @staticmethod
+    @abstractmethod
+    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The derivative of f with respect to log x, and whether x is truncated."""
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_N = log_probs_N - ref_log_probs_N
         log_ratio_B = sum_tokens(log_ratio_N, length_B)  # h
-        positive_B = advantage_B >= 0
-        if self.ratio == "sequence":  # the paper's
-            f_B, weight_B, truncated_B = self.taper(log_ratio_B, positive_B)
-        elif self.ratio == "sequence_mean":
-            f_B, weight_B, truncated_B = self.taper(log_ratio_B / length_B, positive_B)
-        else:
-            positive_N = positive_B.repeat_interleave(length_B, output_size=len(log_ratio_N))
-            sums = (sum_tokens(value_N.to(log_ratio_N), length_B) for value_N in self.taper(log_ratio_N, positive_N))
-            f_B, weight_B, truncated_B = (sum_B / length_B for sum_B in sums)
+        log_x, positive = log_ratio_B, advantage_B >= 0  # of each sequence, or of each token
+        if self.ratio == "sequence_mean":
+            log_x = log_ratio_B / length_B
+        elif self.ratio == "token":
+            log_x, positive = log_ratio_N, positive.repeat_interleave(length_B, output_size=len(log_ratio_N))
+        a, b = (log_x.new_full(log_x.shape, minus).masked_fill_(positive, plus) for plus, minus in (self.a, self.b))
+        values: Any = self.f(log_x, a, b), *self.slope(log_x.detach(), a, b)
+        if self.ratio == "token":
+            values = (sum_tokens(value_N.to(log_x), length_B) / length_B for value_N in values)
+        f_B, weight_B, truncated_B = values
         objective_B = advantage_B * f_B
         loss_B = -objective_B / length_B if self.ratio == "sequence" else -objective_B
         return LossOutput(loss_B, objective_B.detach(), log_ratio_B.detach(), weight_B, truncated_B.to(weight_B))
@@ -104,35 +111,30 @@ class TOPR(RatioLoss):
             check_argument("positive_share", positive_share, 0 < positive_share < 1, "strictly between 0 and 1")
             if baseline != 0:
                 raise InputError("model.loss: both baseline and positive_share are given; remove one")
-        super().__init__(ratio)
-        self.limits_plus, self.limits_minus = (a_plus, b_plus), (a_minus, b_minus)
+        super().__init__(ratio, a=(a_plus, a_minus), b=(b_plus, b_minus))
         self.baseline, self.positive_share = baseline, positive_share
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c, where c is the baseline or follows from `positive_share`; see `Loss.advantages`."""
-        reward = reward.astype(np.float64)
-        share = self.positive_share
+        reward, share = reward.astype(np.float64), self.positive_share
         baseline = self.baseline if share is None else baseline_for_rewards(reward, share)
         advantage = reward - baseline
-        learns = (advantage > 0) & (self.limits_plus[1] > 0) | (advantage < 0) & (self.limits_minus[1] > 0)
+        learns = (advantage > 0) & (self.b[0] > 0) | (advantage < 0) & (self.b[1] > 0)
         if not learns.any():
             message = f"data.train: no trajectory has a gradient under {type(self).__name__} with baseline {baseline:g}"
             raise InputError(f"{message}, rewards {reward.min():g} to {reward.max():g}; change the data or the loss")
-        if (advantage >= 0).all() and self.limits_minus[1] > 0:
+        if (advantage >= 0).all() and self.b[1] > 0:
             hint = "; for 0/1 rewards set baseline: 0.5 or use rewards +1/-1" if set(reward) <= {0.0, 1.0} else ""
             warnings.warn(f"no trajectory has a negative advantage, so only positives are learned{hint}", stacklevel=2)
         elif (advantage < 0).all():
             warnings.warn("every trajectory has a negative advantage: nothing is learned from positives", stacklevel=2)
         return advantage.astype(np.float32)
 
-    def taper(self, log_ratio: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """rho, the truncated ratio and whether pi/mu > b, each under the limits of its sign."""
-        fixed, results = log_ratio.detach(), []
-        for a, b in (self.limits_plus, self.limits_minus):
-            results.append((rho(log_ratio, a, b), truncated_ratio(fixed, a, b), fixed > log_limit(b) + 1e-4))
-        signs = zip(*results, strict=True)
-        value, weight, truncated = (torch.where(positive, plus, minus).to(log_ratio.dtype) for plus, minus in signs)
-        return value, weight, truncated
+    f = staticmethod(rho)
+
+    @staticmethod
+    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return truncated_ratio(log_x, a, b), log_x > log_limit(b) + 1e-4
 
 
 class REINFORCE(TOPR):

@@ -25,10 +25,57 @@ class OnePass:
     scale_B: Tensor  # factors of the trajectories' losses
 
     def __call__(self, hidden_ND: Tensor, head: Head) -> tuple[Tensor, LossOutput, Tensor]:
-        """The sum of the scaled losses, differentiable once; the loss's output, detached; hidden_ND."""
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            total, *output = _OnePassLoss.apply(hidden_ND, *head, self)
-        return total, LossOutput(*output), hidden_ND
+        """The sum of the scaled losses, differentiable once; the loss's output, detached; hidden_ND. Computed chunk by
+        chunk of whole trajectories: the weight of one depends on all its log-probs. One that is longer than a chunk has
+        its logits computed twice."""
+        tokens, length_B = self.batch.tokens, self.batch.tokens.length_B
+        weight_VD, bias_V, _ = head
+        with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
+            d_hidden_ND = torch.empty_like(hidden_ND)
+            d_weight_VD: Any = torch.zeros_like(weight_VD) if weight_VD.requires_grad else None
+            d_bias_V: Any = torch.zeros_like(bias_V) if bias_V is not None and bias_V.requires_grad else None
+            total, outputs = torch.zeros_like(self.scale_B[0]), []
+            # one buffer for all chunks: a CPU clears pages at their first use, which takes half as long as the product
+            buffer_CV = weight_VD.new_empty(min(head.chunk, len(hidden_ND)), len(weight_VD))
+            for part, pieces in _chunks(tokens.lengths, head.chunk):
+                log_probs = []
+                for piece in pieces:
+                    chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
+                    log_probs.append(chunk.log_probs_C)
+                log_probs_N = torch.cat(log_probs).requires_grad_()
+                with torch.enable_grad():
+                    ref_log_probs_N = self.batch.ref_log_probs_N[pieces[0].start : pieces[-1].stop]
+                    output = self.loss(log_probs_N, ref_log_probs_N, length_B[part], self.batch.advantage_B[part])
+                    scaled = (output.loss_B * self.scale_B[part]).sum()
+                (gradient_N,) = torch.autograd.grad(scaled, log_probs_N)
+                for piece, gradient_C in zip(pieces, gradient_N.split(list(map(len, log_probs))), strict=True):
+                    if len(pieces) > 1:
+                        chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
+                    d_logits_CV = chunk.gradient(gradient_C)
+                    d_hidden_ND[piece] = d_logits_CV @ weight_VD
+                    if d_weight_VD is not None:
+                        d_weight_VD.addmm_(d_logits_CV.T, hidden_ND[piece].to(weight_VD.dtype))
+                    if d_bias_V is not None:
+                        d_bias_V += d_logits_CV.sum(dim=0)
+                total += scaled.detach()
+                outputs.append([column.detach() for column in output])
+        total = _KnownGradients.apply(total, (d_hidden_ND, d_weight_VD, d_bias_V), hidden_ND, weight_VD, bias_V)
+        return total, LossOutput(*map(torch.cat, zip(*outputs, strict=True))), hidden_ND
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A value whose gradients at its inputs were computed with it."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor | None):
+        ctx.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_value):
+        # the saved gradients belong to this call alone and are as large as the weights: scaled in place
+        return None, None, *(None if gradient is None else gradient.mul_(d_value) for gradient in ctx.saved_tensors)
 
 
 def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]]:
@@ -57,53 +104,3 @@ class _LogProbs:
         gradient_CV = self.values_CV.mul_(-d_log_probs_C1 / self.sum_C1)
         gradient_CV.scatter_add_(1, self.target_C1, d_log_probs_C1)
         return gradient_CV if self.slope_CV is None else gradient_CV.mul_(self.slope_CV)
-
-
-class _OnePassLoss(torch.autograd.Function):
-    """The loss and its gradient at hidden states, weight and bias, chunk by chunk of whole trajectories. The weight of
-    a trajectory depends on all its log-probs; one longer than a chunk has its logits computed twice."""
-
-    @staticmethod
-    def forward(ctx, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap, one_pass: OnePass):
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        head, batch, scale_B = Head(weight_VD, bias_V, softcap), one_pass.batch, one_pass.scale_B
-        tokens, length_B = batch.tokens, batch.tokens.length_B
-        d_hidden_ND = torch.empty_like(hidden_ND)
-        d_weight_VD: Any = torch.zeros_like(weight_VD) if needs_weight else None
-        d_bias_V: Any = weight_VD.new_zeros(len(weight_VD)) if needs_bias else None
-        total, outputs = torch.zeros_like(scale_B[0]), []
-        # one buffer for all chunks: a CPU clears pages at their first use, which takes half as long as the product
-        buffer_CV = weight_VD.new_empty(min(head.chunk, len(hidden_ND)), len(weight_VD))
-        for part, pieces in _chunks(tokens.lengths, head.chunk):
-            log_probs = []
-            for piece in pieces:
-                chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
-                log_probs.append(chunk.log_probs_C)
-            log_probs_N = torch.cat(log_probs).requires_grad_()
-            with torch.enable_grad():
-                ref_log_probs_N = batch.ref_log_probs_N[pieces[0].start : pieces[-1].stop]
-                output = one_pass.loss(log_probs_N, ref_log_probs_N, length_B[part], batch.advantage_B[part])
-                scaled = (output.loss_B * scale_B[part]).sum()
-            (gradient_N,) = torch.autograd.grad(scaled, log_probs_N)
-            for piece, gradient_C in zip(pieces, gradient_N.split(list(map(len, log_probs))), strict=True):
-                if len(pieces) > 1:
-                    chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
-                d_logits_CV = chunk.gradient(gradient_C)
-                d_hidden_ND[piece] = d_logits_CV @ weight_VD
-                if needs_weight:
-                    d_weight_VD.addmm_(d_logits_CV.T, hidden_ND[piece].to(weight_VD.dtype))
-                if needs_bias:
-                    d_bias_V += d_logits_CV.sum(dim=0)
-            total += scaled.detach()
-            outputs.append([column.detach() for column in output])
-        ctx.save_for_backward(d_hidden_ND, d_weight_VD, d_bias_V)
-        columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
-        ctx.mark_non_differentiable(*columns)
-        return total, *columns
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_total, *_):
-        # the saved gradients belong to this call alone and are as large as the weights: scaled in place
-        gradients = (None if gradient is None else gradient.mul_(d_total) for gradient in ctx.saved_tensors)
-        return *gradients, None, None
