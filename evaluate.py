@@ -34,9 +34,9 @@ def evaluate(
     critiques: PositiveInt = 4,
     out: Path = Path("results"),
     seed: NonNegativeInt = 0,
-    rows: PositiveInt = 512,
+    rows: PositiveInt | None = None,
     microbatch_tokens: PositiveInt = 16384,
-    precision: Literal["32-true", "bf16-mixed"] = "32-true",
+    precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed" if torch.cuda.is_available() else "32-true",
     devices: PositiveInt | None = None,
 ) -> None:
     """Sample, grade and tabulate, with 95% bootstrap intervals over problems.
@@ -48,9 +48,9 @@ def evaluate(
         critiques: of the verifier, per response.
         out: folder to write.
         seed: of sampling and of the intervals.
-        rows: responses generated side by side.
+        rows: responses generated side by side; by default as many as fit, at most 512.
         microbatch_tokens: tokens of one scoring forward.
-        precision: of sampling and scoring.
+        precision: of sampling and scoring; by default bf16-mixed on a GPU.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
     """
     if max(k) > samples:
@@ -88,7 +88,7 @@ def evaluate(
                 model = load_policy(job.policy)
         for path, problems in tqdm(mine, f"{job.policy} on {name}", disable=rank() > 0):
             activity = f"{job.samples} responses to each of {len(problems)} problems"
-            remedy = f"--rows, now {rows}, or --microbatch-tokens, now {microbatch_tokens}"
+            remedy = f"--rows, now {rows or 'automatic'}, or --microbatch-tokens, now {microbatch_tokens}"
             bfloat16 = torch.autocast(model.device.type, torch.bfloat16, precision == "bf16-mixed")
             with bfloat16, explain_out_of_memory(activity, remedy):
                 job.sample_part(path, problems, LocalSampler(rows), model, microbatch_tokens)

@@ -202,7 +202,7 @@ def main() -> None:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # of the shards of a checkpoint, too
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     # between Lightning and torch, peft and transformers; of a run that is resumed; of predict, which writes files
-    ignored = ["LeafSpec", "is_gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]
+    ignored = ["LeafSpec", "gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
     defaults: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}

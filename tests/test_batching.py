@@ -104,28 +104,34 @@ def test_a_trajectory_longer_than_a_micro_batch_is_rejected():
     assert microbatch_count([np.arange(2)], sizes, microbatch_tokens=11, ranks=1, unit=1) == 2
 
 
-def row_tokens(sizes: np.ndarray) -> int:
+def row_tokens(sizes: np.ndarray, padded: bool) -> int:
     """Tokens of a row, counted one by one."""
+    if padded:
+        return sum(sizes[1:].sum(axis=0).max() for _ in sizes.T)
     return sum(n + p * (not i or sizes[0, i - 1] != number) for i, (number, p, n) in enumerate(sizes.T))
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("unit", [1, 2])
-def test_partition_covers_everything_within_the_bound(unit):
+def test_partition_covers_everything_within_the_bound(unit, padded):
     rng = np.random.default_rng(0)
     for _ in range(100):
         count = unit * rng.integers(1, 16)
         number = rng.integers(0, 5, count)
         sizes = np.stack((number, rng.integers(1, 30, 5)[number], rng.integers(1, 30, count)))
         bound = int(max(unit * sizes[1:].sum(axis=0).max(), 200))
-        rows = partition(sizes, bound, unit=unit)
+        rows = partition(sizes, bound, unit=unit, padded=padded)
+        assert microbatch_count(
+            [np.arange(count)], sizes, microbatch_tokens=bound, ranks=1, unit=unit, padded=padded
+        ) == (len(rows))
         assert sorted(np.concatenate(rows)) == list(range(count))
-        assert all(row_tokens(sizes[:, row]) <= bound for row in rows)
+        assert all(row_tokens(sizes[:, row], padded) <= bound for row in rows)
         for row in rows:  # units stay whole
             assert np.array_equal(row // unit, np.repeat(row[::unit] // unit, unit))
         for parts in (len(rows), len(rows) + 1, 40):  # at least as many as the bound needs: it still holds
-            balanced = partition(sizes, parts=parts, unit=unit)
+            balanced = partition(sizes, parts=parts, unit=unit, padded=padded)
             assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(count))
-            assert all(row_tokens(sizes[:, row]) <= bound for row in balanced)
+            assert all(row_tokens(sizes[:, row], padded) <= bound for row in balanced)
 
 
 def test_partition_balances_and_counts_a_prompt_once():
@@ -134,6 +140,15 @@ def test_partition_balances_and_counts_a_prompt_once():
     shared = np.stack((np.array([0, 1] * 4), np.full(8, 100), np.full(8, 10)))
     assert [row.tolist() for row in partition(shared, 140)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert [row.tolist() for row in partition(shared, 139)] == [[0, 2, 4], [6], [1, 3, 5], [7]]
+
+
+def test_padded_rows_hold_trajectories_of_similar_length():
+    sizes = np.stack((np.zeros(6, dtype=int), np.full(6, 10), np.array([90, 5, 80, 5, 5, 0])))
+    assert [row.tolist() for row in partition(sizes, 180, padded=True)] == [[5, 1, 3, 4], [2], [0]]
+    assert [row.tolist() for row in partition(sizes, 200, padded=True)] == [[5, 1, 3, 4], [2, 0]]
+    assert [row.tolist() for row in partition(sizes, parts=2, padded=True)] == [[5, 1, 3, 4], [2, 0]]
+    with pytest.raises(InputError, match="takes up to 100"):
+        microbatch_count([np.arange(6)], sizes, microbatch_tokens=99, ranks=1, unit=1, padded=True)
 
 
 def test_a_row_holds_each_prompt_once_and_continues_its_positions():

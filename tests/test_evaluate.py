@@ -172,7 +172,7 @@ def test_wrong_arguments_are_found_before_sampling(run, command, policy, problem
 
 
 def test_out_of_memory_names_the_options_to_lower(run, command, policy, problems, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(pipeline, "sample_and_grade", fail)

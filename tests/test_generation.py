@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import make_policy
 
+from topr.batching import pack
 from topr.policy import LoRA, Policy, load_policy, score
 from topr.policy.model import check_forward
 from topr.reproduce.making import make_tokenizer
@@ -143,11 +144,11 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, monkeypatch, lora
     append = Rows.append
 
     def record(self, logits_RV, rows):
-        extended = [self.responses[row] for row in rows]
+        extended = [self.drafts[row] for row in rows]
         append(self, logits_RV, rows)
-        for ids, log_probs_V in zip(extended, logits_RV.float().log_softmax(-1), strict=True):
-            if ids is not None:
-                seen.setdefault(id(ids), []).append(log_probs_V[ids[-1]].item())
+        for draft, log_probs_V in zip(extended, logits_RV.float().log_softmax(-1), strict=True):
+            if draft is not None:
+                seen.setdefault(id(draft.ids), []).append(log_probs_V[draft.ids[-1]].item())
 
     monkeypatch.setattr(Rows, "append", record)
     prompts = [[5, 6], [7], [8, 9, 10, 11, 12]]
@@ -164,6 +165,20 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, monkeypatch, lora
         assert np.quantile(np.abs(error), 0.99) < 0.3 and np.abs(error).mean() < 0.03
     else:
         assert np.abs(error).max() < 1e-4 and np.abs(error).mean() < 1e-6
+
+
+def test_under_autocast_keys_and_values_are_kept_in_bfloat16(policy, monkeypatch):
+    kept, step = set(), Rows.step
+
+    def watch(self):
+        kept.update(tensor.dtype for layer in self.cache.layers for tensor in (layer.keys, layer.values))
+        return step(self)
+
+    monkeypatch.setattr(Rows, "step", watch)
+    loaded = load_policy(str(policy))
+    with torch.autocast("cpu", torch.bfloat16):
+        sample(loaded, [[5, 6], [7]], 3, 2, PLAIN)
+    assert kept == {torch.bfloat16}
 
 
 def planned(monkeypatch, lengths: Iterable[int]) -> None:
@@ -206,6 +221,53 @@ def test_a_free_row_stays_within_the_models_positions(monkeypatch):
     planned(monkeypatch, lengths)
     (sampled,) = sample(policy, [prompt], 9, 5)
     assert [len(ids) for ids in sampled] == lengths
+
+
+def test_a_response_depends_on_its_seed_prompt_and_place_alone():
+    policy, prompts = make("Llama", initializer_range=0.02), PROMPTS[:4]
+    whole = sample(policy, prompts, 5, 512, PLAIN)
+    assert len({tuple(ids) for responses in whole for ids in responses}) > 15
+    assert all(sample(policy, prompts, 5, rows, PLAIN) == whole for rows in (1, 3, 7))
+    assert [responses[:2] for responses in whole] == sample(policy, prompts, 2, 4, PLAIN)
+    parts = [LocalSampler().sample(policy, prompts[i::2], 5, PLAIN, 0, range(i, 4, 2)) for i in (0, 1)]
+    assert [[response.ids for response in parts[i % 2][i // 2]] for i in range(4)] == whole
+
+
+def test_as_many_rows_as_fit_into_free_memory(monkeypatch):
+    policy, sizes = make("Llama"), []
+    prefill = Rows.prefill
+    monkeypatch.setattr(Rows, "prefill", lambda self, jobs: (prefill(self, jobs), sizes.append(len(self.drafts)))[0])
+    whole = sample(policy, PROMPTS, 3, None, PLAIN)
+    # 3 layers, keys and values, 2 heads of 8 numbers of 8 bytes, of a prompt of 12 and a response of 40 tokens; scores
+    row = 3 * 2 * 2 * 8 * 8 * 1.25 * (12 + LONGEST) + 16 * 40
+    for share, rows in ((1e9, 21), (5.5, 5), (0.0, 1)):
+        sizes.clear()
+        monkeypatch.setattr(local, "free_memory", lambda device, share=share: share * row / 0.8)
+        assert sample(policy, PROMPTS, 3, None, PLAIN) == whole and sizes[0] == rows
+    assert sample(policy, PROMPTS, 3, 4, PLAIN) == whole and sizes[-1] <= 4
+
+
+def test_neither_sampling_nor_padded_rows_use_cudnn(tmp_path, monkeypatch):
+    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(*arguments, **keywords):
+        cuda = torch.backends.cuda
+        seen.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()))
+        return attend(*arguments, **keywords)
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    policy = load_policy(str(make_policy(tmp_path / "base")))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    sample(policy, [[5, 6], [7]], 2, 4)
+    sampled = len(seen)
+    policy.model.set_attn_implementation("sdpa")
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    log_probs_N, _ = policy(pack([np.array([5, 6])], [np.array([7, 8])]))
+    forward = len(seen)
+    log_probs_N.sum().backward()
+    assert 0 < sampled < forward < len(seen)  # the backward recomputes
+    assert set(seen) == {(False, True, True)}
 
 
 def test_responses_are_in_the_order_of_their_starts_whatever_their_lengths():

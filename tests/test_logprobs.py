@@ -1,5 +1,7 @@
 """Log-probs, prompts computed once and the one-pass loss, against one naive forward for each trajectory."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -225,6 +227,43 @@ def test_sequences_of_any_length_attend_as_the_row_does(monkeypatch, window):
     torch.testing.assert_close(sequence, row, rtol=0, atol=1e-12)
     upward = torch.randn_like(row)
     found, expected = (torch.autograd.grad(out, given, upward) for out in (sequence, row))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+class Flash(torch.autograd.Function):
+    """A kernel that, as the real one, keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, *arguments):
+        ctx.save_for_backward(query, key, value)
+        *ctx.arguments, ctx.keywords = arguments
+        return varlen_attn(query, key, value, *ctx.arguments, **ctx.keywords)
+
+    @staticmethod
+    def backward(ctx, upward):
+        with torch.enable_grad():
+            given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+            out = varlen_attn(*given, *ctx.arguments, **ctx.keywords)
+        return *torch.autograd.grad(out, given, upward), *[None] * 5
+
+
+def test_copies_of_a_prompts_keys_do_not_outlive_their_layer(monkeypatch):
+    seen = []
+
+    def kernel(query, key, value, *arguments, **keywords):
+        seen.extend(weakref.ref(tensor.untyped_storage()) for tensor in (key, value))
+        return Flash.apply(query, key, value, *arguments, keywords)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    spans = pack(*sequences()).spans
+    size = (spans[-1][1], 8)
+    given = [torch.randn(heads, *size, dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
+    out = shared_prompts._attend_on_gpu(given, spans, 8**-0.5, None)
+    assert len(seen) == 2 and not any(storage() for storage in seen)
+    row, _ = attend(None, *(part[None] for part in given), None, spans=Spans(spans))
+    upward = torch.randn_like(out)
+    found, expected = torch.autograd.grad(out, given, upward), torch.autograd.grad(row[0], given, upward)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_trajectories, rejected, write
 from test_update import fit, fit_arguments
 
+from topr.callbacks import monitor
 from topr.callbacks.monitor import training_statistics
 
 
@@ -55,3 +57,33 @@ def test_one_wrong_log_prob_among_many_is_found(run, policy):
     trajectories[5].ref_logprobs[0] -= 0.05  # the mean of all 23 is below the bound of 0.01
     data = write(run.folder / "wrong.parquet", policy, trajectories)
     rejected(run, "the largest |log pi - log mu| is 0.05", *fit_arguments(policy, data, *arguments))
+
+
+def test_a_model_that_needs_data_is_trained_without_an_estimate(run, policy, tmp_path, monkeypatch):
+    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
+    told, errors = [], iter([False, True])
+    monkeypatch.setattr(monitor, "rank_zero_info", told.append)
+    estimate = monitor.estimate
+
+    def sometimes(*arguments, **keywords):
+        if next(errors):
+            raise RuntimeError("experts need data")
+        return estimate(*arguments, **keywords)
+
+    monkeypatch.setattr(monitor, "estimate", sometimes)
+    fit(run, policy, data)
+    fit(run, policy, data)
+    first, second = (text for text in told if "memory" in text)
+    assert first.startswith("estimated memory: 0.")
+    assert second == "the memory of training cannot be estimated: experts need data"
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA B200", 2250e12)]
+    + [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", 362e12)],
+)
+def test_the_peak_of_known_gpus_is_that_of_their_data_sheet(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    assert monitor.peak_flops(torch.device("cuda")) == peak

@@ -38,7 +38,7 @@ class Fixed(Sampler):
     def __init__(self, *given: tuple[str, bool]):
         self.given = given
 
-    def sample(self, policy, prompts, n, sampling, seed):
+    def sample(self, policy, prompts, n, sampling, seed, numbers=None):
         ids = [(policy.tokenizer(text)["input_ids"], finished) for text, finished in self.given]
         end = policy.tokenizer.eos_token_id
         return [[Response(tokens + [end] * finished, finished) for tokens, finished in ids] for _ in prompts]

@@ -372,7 +372,7 @@ def test_running_out_of_memory_in_sampling_names_the_key_to_lower(run, fit, monk
     if where == "evaluate":
         arguments = ["--benchmark", f"arithmetic={fit.problems}", "--samples", 2, "--out", "results"]
         code, _, output = run(evaluate.main, "--policy", fit.policy, *arguments)
-        assert code == 2 and "lower --rows, now 512" in output
+        assert code == 2 and "lower --rows, now automatic" in output
         return
     code, output, folder = fit("exhausted")
     error = output.splitlines()[-1]

@@ -176,9 +176,9 @@ def test_sampling_and_utilisation_are_in_the_precision_of_training(run, setting,
     seen = []
 
     def watch(where, name):
-        def watched(*arguments):
+        def watched(*arguments, **keywords):
             seen.append((name, torch.is_autocast_enabled("cpu")))
-            return function(*arguments)
+            return function(*arguments, **keywords)
 
         function = getattr(where, name)
         monkeypatch.setattr(where, name, watched)

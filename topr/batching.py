@@ -124,26 +124,31 @@ def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) ->
 
 
 def microbatch_count(
-    plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int
+    plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int, padded: bool = False
 ) -> int:
     """The smallest number of micro-batches per rank and update that keeps each of them within `microbatch_tokens`.
-    `sizes` and `unit` are those of `partition`; a prompt counts once for all its responses in a micro-batch."""
-    longest = int(np.add(*_unit_tokens(sizes[:, np.concatenate(plan)], unit)).max())
+    `sizes`, `unit` and `padded` are those of `partition`."""
+    longest = int(np.add(*_unit_tokens(sizes[:, np.concatenate(plan)], unit, padded)).max())
     if longest > microbatch_tokens:
         what = "a pair" if unit == 2 else "a trajectory"
         raise InputError(f"data.microbatch_tokens is {microbatch_tokens} but {what} takes up to {longest}; raise it")
-    rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit)) for batch in plan)
+    rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit, padded=padded)) for batch in plan)
     return max(math.ceil(count / ranks) for count in rows)
 
 
-def _unit_tokens(sizes: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each unit but its first prompt, and those of its first prompt."""
+def _unit_tokens(sizes: np.ndarray, unit: int, padded: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each unit but its first prompt, and those of its first prompt (0 where padding counts)."""
     prompt, prompt_length, length = sizes.reshape(3, -1, unit)
+    if padded:
+        tokens = unit * (prompt_length + length).max(axis=1)
+        return tokens, np.zeros_like(tokens)
     other_prompts = (prompt[:, 1:] != prompt[:, :-1]) * prompt_length[:, 1:]
     return length.sum(axis=1) + other_prompts.sum(axis=1), prompt_length[:, 0]
 
 
-def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1) -> list[np.ndarray]:
+def partition(
+    sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1, padded: bool = False
+) -> list[np.ndarray]:
     """Indices of the trajectories of each row: as few rows as `tokens` allows or `parts` balanced ones.
 
     Args:
@@ -151,25 +156,26 @@ def partition(sizes: np.ndarray, tokens: int = 0, parts: int = 0, unit: int = 1)
         tokens: bound on the tokens of a row.
         parts: number of rows; the bound is then the smallest that this number allows, and empty rows fill up.
         unit: this many neighbours stay together (the two of a pair).
+        padded: the trajectories of a row are padded to its longest; otherwise it holds each of their prompts once.
     """
-    prompt = sizes[0].reshape(-1, unit)
-    order = np.argsort(prompt[:, 0], kind="stable")
+    prompt, unit_tokens = sizes[0].reshape(-1, unit), _unit_tokens(sizes, unit, padded)
+    order = np.argsort(unit_tokens[0] if padded else prompt[:, 0], kind="stable")
     # what a unit's first prompt adds to a new row, and to one where it follows another unit
-    own, leading = (tokens_of[order].tolist() for tokens_of in _unit_tokens(sizes, unit))
+    own, leading = (tokens_of[order].tolist() for tokens_of in unit_tokens)
     shared = prompt[order[1:], 0] == prompt[order[:-1], -1]
     following = [0, *np.where(shared, 0, leading[1:]).tolist()]
 
     def row_starts(bound: int) -> list[int]:
         found, used = [0], own[0] + leading[0]
         for i in range(1, len(own)):
-            used += own[i] + following[i]
+            used = (i + 1 - found[-1]) * own[i] if padded else used + own[i] + following[i]
             if used > bound:
                 found.append(i)
                 used = own[i] + leading[i]
         return found
 
     if parts:
-        least, most = max(map(sum, zip(own, leading, strict=True))), sum(own) + sum(leading)
+        least, most = max(map(sum, zip(own, leading, strict=True))), len(own) * max(own) + sum(leading)
         tokens = bisect_left(range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts)
     rows = np.split(order, row_starts(tokens)[1:])
     rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
@@ -217,6 +223,7 @@ class MicroBatches(Dataset):
     unit: int  # neighbours that stay in one micro-batch
     rank: int
     ranks: int
+    padded: bool = False  # see `partition`
 
     def __len__(self) -> int:
         return len(self.plan) * self.count
@@ -224,7 +231,8 @@ class MicroBatches(Dataset):
     @lru_cache(maxsize=2)  # noqa: B019 - one data set an epoch; the micro-batches of an update follow each other
     def _shares(self, update: int) -> list[np.ndarray]:
         """The rows of all ranks of a global batch."""
-        return partition(self.sizes[:, self.plan[update]], parts=self.count * self.ranks, unit=self.unit)
+        parts = self.count * self.ranks
+        return partition(self.sizes[:, self.plan[update]], parts=parts, unit=self.unit, padded=self.padded)
 
     def __getitem__(self, number: int) -> MicroBatch:
         update, part = divmod(number, self.count)

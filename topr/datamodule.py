@@ -1,5 +1,6 @@
 """The LightningDataModule: memory-mapped trajectories in the order of the epoch plan, and problems to sample from."""
 
+import math
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -45,7 +46,8 @@ class TrajectoryDataModule(LightningDataModule):
         sampling: sampling parameters.
         out: folder for the trajectories that `predict` writes.
         batch_size: trajectories per optimiser step, over all devices.
-        microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its responses in it.
+        microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its responses in it, unless the
+            policy pads trajectories: then padding counts, too.
         whole_groups: keep a group's trajectories in one global batch, so that their prompt is computed once. Faster,
             the more so the shorter the responses, but batches are less varied than those of a plain shuffle.
         num_workers: loader processes.
@@ -82,6 +84,7 @@ class TrajectoryDataModule(LightningDataModule):
             raise InputError(f"data.whole_groups is true, but {type(loss).__name__} draws pairs; set it to false")
         self.grouping = "group" if whole_groups else loss.grouping
         self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
+        self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
 
     def prepare_data(self) -> None:
         """Fill the memory-mapped cache on one rank of each node, before the others open it; `setup` reports errors."""
@@ -176,8 +179,16 @@ class TrajectoryDataModule(LightningDataModule):
     @lru_cache(maxsize=1)  # noqa: B019
     def microbatches(self, epoch: int) -> int:
         """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
-        plan, bound, ranks = self.plan(epoch), self.microbatch_tokens, self.trainer.world_size
-        return microbatch_count(plan, self.sizes, microbatch_tokens=bound, ranks=ranks, unit=self.unit)
+        settings: Any = {"microbatch_tokens": self.microbatch_tokens, "unit": self.unit, "padded": self.padded}
+        return microbatch_count(self.plan(epoch), self.sizes, ranks=self.trainer.world_size, **settings)
+
+    def largest_microbatch(self) -> dict[str, int]:
+        """Micro-batches per rank and update, and at most as many tokens as one of them has in the first epoch."""
+        count = self.microbatches(0)
+        most = max(self.sizes[1:, batch].sum() for batch in self.plan(0)) / (count * self.trainer.world_size)
+        tokens = min(self.microbatch_tokens, math.ceil(most))
+        share = self.sizes[2].sum() / self.sizes[1:].sum()
+        return {"microbatches": count, "tokens": tokens, "response_tokens": math.ceil(share * tokens)}
 
     def train_dataloader(self) -> TrainLoader:
         """The micro-batches of the trainer's current epoch."""
@@ -189,6 +200,7 @@ class TrajectoryDataModule(LightningDataModule):
             plan=self.plan(epoch),
             count=self.microbatches(epoch),
             unit=self.unit,
+            padded=self.padded,
             rank=self.trainer.global_rank,
             ranks=self.trainer.world_size,
         )

@@ -89,17 +89,17 @@ class PolicyModule(LightningModule):
         bfloat16 = self.trainer.precision == "bf16-mixed"
         if self.device_mesh is None:
             self.policy = load_policy(self.policy_name)
-            self._prepare(self.policy)
+            self.prepare(self.policy)
         else:
             mesh, reshard = self.device_mesh["data_parallel"], self.reshard_after_forward
-            self.policy = load_sharded(self.policy_name, self._prepare, mesh, bfloat16, reshard)
+            self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16, reshard)
         self.policy.train()
         # the module itself is not on its device yet
         if self.trainer.strategy.root_device.type == "cuda" and bfloat16:
             # the head's float32 products in TF32: 8 times as precise as bfloat16, several times as fast as float32
             torch.set_float32_matmul_precision("high")
 
-    def _prepare(self, policy: Policy) -> None:
+    def prepare(self, policy: Policy) -> None:
         """Add adapters and activation checkpointing."""
         if self.lora is not None:
             self.lora.add_to(policy)

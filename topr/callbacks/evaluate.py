@@ -33,7 +33,7 @@ class Evaluate(Callback):
     def __init__(self, task: Task, sampler: Sampler):
         self.task, self.sampler = task, sampler
         # a server does not hold the weights that are being trained
-        self.own_sampler = LocalSampler(rows=64) if isinstance(sampler, ServerSampler) else sampler
+        self.own_sampler = LocalSampler() if isinstance(sampler, ServerSampler) else sampler
         self.figures: dict[str, float] = {}  # of the evaluation under way
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # updates before the last validation, its figures
 
@@ -78,9 +78,10 @@ class Evaluate(Callback):
         Preempted if a rank was asked to stop."""
         data, policy = trainer.datamodule, trainer.lightning_module.policy
         samples = data.val_samples if split == "val" else data.samples
-        seed = derived_seed(data.seed, trainer.global_step, trainer.global_rank)
+        settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
+        settings["numbers"] = range(trainer.global_rank, len(data.read_problems(split)), trainer.world_size)
         with self._sampling(trainer, samples, problems):
-            trajectories = sample_and_grade(self.own_sampler, policy, self.task, problems, samples, data.sampling, seed)
+            trajectories = sample_and_grade(self.own_sampler, policy, self.task, problems, **settings)
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
@@ -96,7 +97,7 @@ class Evaluate(Callback):
     @contextmanager
     def _sampling(self, trainer: Any, samples: int, problems: list[Problem]) -> Iterator[None]:
         """`sampling_context`; if memory runs out, the error names the key to lower."""
-        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None)}"
+        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None) or 'automatic'}"
         activity = f"{samples} responses to each of {len(problems)} problems"
         with sampling_context(trainer), explain_out_of_memory(activity, rows):
             yield

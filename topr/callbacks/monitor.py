@@ -7,20 +7,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens
 from topr.distributed import gather, same_error_on_all_ranks
-from topr.io import DivergedError, InputError
+from topr.io import DivergedError, InputError, first_line
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
+from topr.policy.memory import estimate
 
 MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
 MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
+# FLOP/s in bfloat16 by the data sheets, without sparsity; the first name that the device's contains
+BFLOAT16_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12}
+BFLOAT16_PEAKS |= {"A100": 312e12, "L40S": 362e12}
 COLUMNS = ["real", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
 COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
 
@@ -40,6 +43,27 @@ class Monitor(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clock, self.max_abs_log_ratio = tuple(state["clock"]), state["max_abs_log_ratio"]
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.datamodule.padded = module.policy.padded
+        try:
+            self._estimate_memory(trainer, module)
+        except Exception as error:  # whatever a model raises, see `estimate`
+            rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
+
+    def _estimate_memory(self, trainer: Any, module: Any) -> None:
+        data, device = trainer.datamodule, trainer.strategy.root_device
+        settings = {"checkpointing": module.activation_checkpointing, "reshard": module.reshard_after_forward}
+        settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
+        settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}
+        sizes = estimate(module.policy_name, module.prepare, module.optimizer, device, **settings)
+        found = {name: size / 1e9 for name, size in sizes.items()}
+        peak, names = max(found["fit"], found["sample"]), ["weights", "gradients", "optimizer", "activations"]
+        parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
+        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
+        if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
+            remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
+            rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
@@ -71,7 +95,8 @@ class Monitor(Callback):
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
         check_finite(trainer, rows, norm)
         if step == 0:
-            last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
+            *_, other, last = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            last = min(last, other, key=torch.numel)  # not the output projection
             self.max_abs_log_ratio, self.watched = float(np.abs(rows["log_ratio"]).max()), (last, last.detach().clone())
             check_reference(trainer, module.policy.name, rows)
         elif self.watched is not None:
@@ -90,7 +115,9 @@ class Monitor(Callback):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
         for logger in trainer.loggers:
             logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
-        module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
+        on_gpu = ["speed/utilisation", "speed/peak_memory_gb"] * (module.policy.device.type == "cuda")
+        for name in ["train/loss", *on_gpu]:
+            module.log(name.partition("/")[2], statistics[name], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
             signs = {"positives": positives(rows["advantage"], of_group), "negatives": rows["advantage"] < 0}
             for sign, chosen in signs.items():
@@ -191,8 +218,10 @@ class Throughput:
         self.start()
 
     def start(self) -> None:
-        """Start the clock; it runs from batch to batch, the wait for data included."""
+        """Start the clock, which runs from batch to batch, the wait for data included, and the count of memory."""
         self.began = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def count(self, tokens: Tokens) -> None:
         """Count a training batch whose backward has run."""
@@ -201,7 +230,7 @@ class Throughput:
         flops = 6 * (self.body * computed + self.projection * len(tokens.target_N)) + 12 * self.attention * pairs
         self.since += tokens.nominal, computed, flops, seconds
         self.total = self.total[0] + tokens.nominal, self.total[1] + seconds
-        self.start()
+        self.began += seconds
 
     def read(self, ranks: int) -> dict[str, float]:
         """The metrics since the last reading."""
@@ -219,14 +248,15 @@ class Throughput:
 
 
 def peak_flops(device: torch.device) -> float:
-    """FLOP/s of the device: those of its data sheet in the current precision, or measured with a matrix product."""
-    if device.type == "cuda":
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
-        if known := get_available_flops(device, dtype):
-            return float(known)
-    matrix, best = torch.ones(1024, 1024, device=device), float("inf")
+    """FLOP/s of the device in the current precision: those of its data sheet, or measured with a matrix product."""
+    bfloat16, gpu = torch.is_autocast_enabled(device.type), device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if bfloat16 and gpu else ""
+    if known := next((peak for model, peak in BFLOAT16_PEAKS.items() if model in name), None):
+        return known
+    size, best = 8192 if gpu else 1024, float("inf")
+    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     for _ in range(5):
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # reading a value waits for the device
         best = min(best, time.perf_counter() - began)
-    return 2 * 1024**3 / best
+    return 2 * size**3 / best

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,12 +30,20 @@ BENCHMARKS: dict[str, tuple[Task, str, Verifier]] = {
 
 
 def sample_and_grade(
-    sampler: Sampler, policy: Policy, task: Task, problems: list[Problem], n: int, sampling: Sampling, seed: int
+    sampler: Sampler,
+    policy: Policy,
+    task: Task,
+    problems: list[Problem],
+    n: int,
+    sampling: Sampling,
+    seed: int,
+    numbers: Sequence[int] | None = None,
 ) -> list[Trajectory]:
-    """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty."""
+    """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty; for
+    `seed` and `numbers` see `Sampler.sample`."""
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
-    found = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed)
+    found = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed, numbers)
     trajectories = []
     for problem, (prompt, prompt_ids), responses in zip(problems, prompts, found, strict=True):
         for ids, finished in responses:
@@ -84,7 +92,7 @@ class SamplingJob:
     problems: list[Problem]
     samples: int  # responses per problem
     sampling: Sampling
-    seed: int  # each file derives its own from it, so it does not matter which rank or run writes the file
+    seed: int
     precision: str = "32-true"  # or bf16-mixed
 
     @cached_property
@@ -121,8 +129,10 @@ class SamplingJob:
         self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
     ) -> None:
         """Sample, grade, score and write the responses to these problems, unless there are none."""
-        seed = derived_seed(self.seed, *path.stem.encode())
-        if trajectories := sample_and_grade(sampler, policy, self.task, problems, self.samples, self.sampling, seed):
+        start = PART * int(path.stem.removeprefix("part-"))
+        settings: Any = {"n": self.samples, "sampling": self.sampling, "seed": self.seed}
+        settings["numbers"] = range(start, start + len(problems))
+        if trajectories := sample_and_grade(sampler, policy, self.task, problems, **settings):
             add_log_probs(policy, trajectories, microbatch_tokens)
             write_trajectories(path, trajectories, self.metadata)
 

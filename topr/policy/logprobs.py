@@ -81,7 +81,7 @@ def score(
     prompt = [index.setdefault(ids.tobytes(), len(index)) for ids in prompts]
     sizes = np.array([prompt, [len(ids) for ids in prompts], [len(ids) for ids in responses]])
     scores: list[np.ndarray] = [np.empty(0)] * len(prompts)
-    for row in partition(sizes, microbatch_tokens):
+    for row in partition(sizes, microbatch_tokens, padded=policy.padded):
         tokens = pack([prompts[i] for i in row], [responses[i] for i in row])
         log_probs_N, _ = policy(tokens.to(policy.device))
         log_probs_N = log_probs_N.clamp(max=0).float().cpu()  # that of a certain token can round to above 0

@@ -35,12 +35,14 @@ class Policy(nn.Module):
     def __init__(self, model: Any, tokenizer: Any, name: str):
         super().__init__()
         self.model, self.tokenizer, self.name = model, tokenizer, name
+        # cuDNN's attention plans anew for every shape, and returns wrong values on some GPUs (pytorch#193893)
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def forward(self, tokens: Tokens, loss: Callable[[Tensor, Head], Any] | None = None) -> Any:
         """log pi of each response token [N] and the hidden states [N, D] that predict them. Log-probs are float32
         (float64 for a float64 model), at temperature 1. A `OnePass` as `loss` returns its result."""
-        shared = shared_prompts is not None and shared_prompts.enabled(self.model)
-        hidden_ND = (shared_prompts.hidden_states if shared else padded_hidden_states)(self.model, tokens)
+        hidden_states = padded_hidden_states if self.padded else shared_prompts.hidden_states
+        hidden_ND = hidden_states(self.model, tokens)
         head = output_head(self.model)
         if loss is not None:
             return loss(hidden_ND, head)
@@ -49,6 +51,11 @@ class Policy(nn.Module):
     def logits(self, input_ids_BL: Tensor) -> Tensor:
         """The model's own logits, [B, L, V]."""
         return self.model(input_ids_BL).logits
+
+    @property
+    def padded(self) -> bool:
+        """Whether trajectories are padded and do not share prompts."""
+        return shared_prompts is None or not shared_prompts.enabled(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -137,16 +137,27 @@ def _attend_plainly(module, query, key, value, mask, scaling, softcap, kwargs) -
 
 
 def _attend_on_gpu(tensors: list[Tensor], spans: tuple[Span, ...], scaling: float, window: int | None) -> Any:
-    """Flash attention over sequences of any length: the keys and values of a prompt are repeated for each response."""
+    """Flash attention over sequences of any length: the keys and values of a prompt are repeated for each response.
+    Only one layer's copies exist at a time: the backward makes them again."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, ends_of_queries, ends_of_keys, longest = _sequences(spans, tensors[0].device)
-    query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
-    key, value = (tensor.index_select(0, rows) for tensor in (key, value))
-    return varlen_attn(
-        query.contiguous(), key, value, ends_of_queries, ends_of_keys, *longest,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
-    )  # fmt: skip
+    query, *originals = (tensor.transpose(0, 1) for tensor in tensors)
+    key, value = (tensor.index_select(0, rows) for tensor in originals)
+    copied, shape = [tensor.untyped_storage()._cdata for tensor in (key, value)], key.shape
+
+    def pack(tensor: Tensor) -> Tensor | int:
+        storage = tensor.untyped_storage()._cdata
+        return copied.index(storage) if storage in copied and tensor.shape == shape else tensor
+
+    def unpack(saved: Tensor | int) -> Tensor:
+        return originals[saved].detach().index_select(0, rows) if isinstance(saved, int) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return varlen_attn(
+            query.contiguous(), key, value, ends_of_queries, ends_of_keys, *longest,
+            scale=scaling, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=4)  # each layer asks

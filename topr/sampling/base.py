@@ -1,7 +1,7 @@
 """What every sampler shares: sampling parameters, the response, the interface, and where a response ends."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,9 +42,18 @@ class Response(NamedTuple):
 
 class Sampler(ABC):
     @abstractmethod
-    def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
-        """n responses to each prompt, the same for the same arguments; global random generators keep their states.
-        A prompt has fewer if the sampler drops responses whose token ids are not certain; it then warns."""
+    def sample(
+        self,
+        policy: Policy,
+        prompts: list[Ids],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        numbers: Sequence[int] | None = None,
+    ) -> list[list[Response]]:
+        """n responses to each prompt; global random generators keep their states. `numbers` are those of the prompts
+        in a larger whole (0, 1, … by default): a response depends on the seed, its prompt's number and its own place
+        alone. A prompt has fewer if the sampler drops responses whose token ids are not certain; it then warns."""
 
 
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:

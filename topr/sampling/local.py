@@ -4,12 +4,18 @@ All rows write their newest token at one column, the cursor. A row owns the colu
 no gaps, so masks by column distance (sliding windows) hold. Keys already contain their positions: a prompt is computed
 once, and its keys and values are copied to the columns before the cursor in every row that continues it.
 
+Each response has its own random numbers, so that it does not depend on what is decoded beside it.
+
 Shapes: R rows, C columns of the buffers, P prompts, L columns of them, H key/value heads, D their width, V vocabulary.
 """
 
+import math
 import warnings
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveInt
@@ -22,33 +28,44 @@ from topr.distributed import stop_requested
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
+MOST_ROWS = 512
+
+
+class Draft(NamedTuple):
+    """A response that is being sampled, and a random number for each of its tokens."""
+
+    ids: Ids
+    draws: np.ndarray
+
 
 class LocalSampler(Sampler):
     """Samples in this process. A requested stop returns the responses so far, unfinished ones included.
 
     Args:
-        rows: responses decoded side by side; lower it when memory runs out. Other rows give other random numbers.
+        rows: responses decoded side by side; by default 512, on a GPU as many of them as fit into its free memory.
     """
 
-    def __init__(self, rows: PositiveInt = 512):
+    def __init__(self, rows: PositiveInt | None = None):
         self.rows = rows
 
     @torch.no_grad()
-    def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
-        jobs = sorted(zip(prompts, responses, strict=True), key=lambda job: -len(job[0]))  # see `Rows.prefill`
+        numbered = zip(prompts, responses, numbers or range(len(prompts)), strict=True)
+        jobs = (
+            (prompt, [Draft(*draft) for draft in zip(empty, _draws(seed, number, n, sampling), strict=True)])
+            for prompt, empty, number in sorted(numbered, key=lambda job: -len(job[0]))  # see `Rows.prefill`
+        )
         model: Any = policy.model
         training, configured, ends = model.training, model.generation_config, policy.end_tokens
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)  # unlike Mamba's
         model.eval()
         try:
-            with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                if plain and not model._is_stateful and model._supports_logits_to_keep():
-                    Rows(policy, min(self.rows, n * len(prompts)), sampling).decode(jobs, self.rows)
-                else:
-                    _decode_together(policy, jobs, self.rows, sampling)
+            if plain and not model._is_stateful and model._supports_logits_to_keep():
+                Rows(policy, sampling, self.rows, n * len(prompts)).decode(jobs)
+            else:
+                _decode_together(policy, jobs, self.rows or MOST_ROWS, sampling)
         finally:
             model.train(training)
             model.generation_config = configured
@@ -59,60 +76,76 @@ class LocalSampler(Sampler):
 class Rows:
     """Responses decoded side by side, by a model whose cache contains keys and values only."""
 
-    def __init__(self, policy: Policy, count: int, sampling: Sampling):
+    def __init__(self, policy: Policy, sampling: Sampling, rows: int | None, responses: int):
         self.model, self.device = policy.model, policy.device
         self.sampling, self.ended = sampling, end_of_response(policy, sampling)
-        self.responses: list[Ids | None] = [None] * count  # None: the row is free
-        self.starts = [0] * count  # first column of each row
+        self.free = free_memory(self.device) if rows is None else math.inf
+        self.tokens = rows or MOST_ROWS  # of prompts that are computed at once; a step computes one a row
+        self.drafts: list[Draft | None] = [None] * min(self.tokens, responses)  # None: the row is free
+        self.starts = [0] * len(self.drafts)  # first column of each row
         self.cache: Any = None
         self.first = self.cursor = self.columns = 0  # first column of any row, column to write next, end of the buffers
 
-    def decode(self, jobs: list[tuple[Ids, list[Ids]]], tokens: int) -> None:
-        """Extend the empty responses of each (prompt, responses); computes about `tokens` prompt tokens at once."""
-        ready: list[tuple[int, Ids]] = []  # index of a computed prompt, response to start
+    def decode(self, jobs: Iterable[tuple[Ids, list[Draft]]]) -> None:
+        """Extend the empty drafts of each prompt; no prompt may be longer than those before."""
+        jobs = iter(jobs)
+        ready: list[tuple[int, Draft]] = []  # index of a computed prompt, response to start
         while not stop_requested.is_set():
-            while (free := [row for row, ids in enumerate(self.responses) if ids is None]) and (ready or jobs):
+            while free := [row for row, draft in enumerate(self.drafts) if draft is None]:
                 if not ready:
-                    size = max(1, tokens // len(jobs[0][0]))  # a step computes one token for each row
-                    self.prefill([prompt for prompt, _ in jobs[:size]])
-                    ready = [(index, ids) for index, (_, empty) in enumerate(jobs[:size]) for ids in empty]
-                    jobs = jobs[size:]
+                    if ready := self.prefill(jobs):
+                        continue  # the first one may take rows away
+                    break
                 started = dict(zip(free, ready, strict=False))
                 ready = ready[len(started) :]
                 self.append(self.start(started), list(started))
-            if len(free) == len(self.responses):
+            if len(free) == len(self.drafts):
                 break
-            self.append(self.step(), list(range(len(self.responses))))
+            self.append(self.step(), list(range(len(self.drafts))))
 
-    def prefill(self, prompts: list[Ids]) -> None:
-        """Compute prompts for `start`; none may be longer than those before."""
+    def prefill(self, jobs: Iterator[tuple[Ids, list[Draft]]]) -> list[tuple[int, Draft]]:
+        """Compute the next prompts; the drafts to `start`, each with the index of its prompt."""
+        batch = list(islice(jobs, 1))
+        if not batch:
+            return []
+        batch += islice(jobs, max(0, self.tokens // len(batch[0][0]) - 1))
+        prompts = [prompt for prompt, _ in batch]
         ids_PL, mask_PL = _pad_left(prompts, self.device)
         self.prompts: Any = DynamicCache()  # without the config, whose sliding windows would drop columns
         self.lengths, self.width = [len(prompt) for prompt in prompts], ids_PL.shape[1]
         self.logits_PV = self._forward(ids_PL, mask_PL, (mask_PL.cumsum(-1) - 1).clamp(min=0), self.prompts)
         if self.cache is None:
+            self.cursor, self.starts = self.width, [self.width] * len(self.drafts)
             self.cache = Cache(layers=[Layer(self, layer) for layer in self.prompts.layers])
-            self.cursor, self.starts = self.width, [self.width] * len(self.starts)
-            self._resize(list(range(len(self.starts))))
+            self._resize(list(range(self._fitting_rows())))
+        return [(index, draft) for index, (_, drafts) in enumerate(batch) for draft in drafts]
 
-    def start(self, started: dict[int, tuple[int, Ids]]) -> Tensor:
+    def _fitting_rows(self) -> int:
+        """The rows that fit into the free memory when each is as long as it may become."""
+        columns = 1.25 * (self.width + self.sampling.max_new_tokens)  # see `_resize`
+        size = self.cache.layers[0].keys.element_size()
+        token = size * sum(p.keys[0, :, 0].numel() + p.values[0, :, 0].numel() for p in self.prompts.layers)
+        row = token * columns + 16 * self.logits_PV.shape[1]  # scores, sorted and summed
+        return int(min(len(self.drafts), max(1, 0.8 * self.free / row)))  # a fifth for the layers' own tensors
+
+    def start(self, started: dict[int, tuple[int, Draft]]) -> Tensor:
         """Start in each row the response to a prompt of the last `prefill`; logits_RV of the first tokens."""
         index_R, index_P = torch.tensor([[row, prompt] for row, (prompt, _) in started.items()], device=self.device).T
         columns = slice(self.cursor - self.width, self.cursor)
         for layer, prompts in zip(self.cache.layers, self.prompts.layers, strict=True):
             layer.keys[index_R, :, columns] = prompts.keys[index_P].to(layer.keys.dtype)
-            layer.values[index_R, :, columns] = prompts.values[index_P]
-        for row, (prompt, ids) in started.items():
-            self.starts[row], self.responses[row] = self.cursor - self.lengths[prompt], ids
+            layer.values[index_R, :, columns] = prompts.values[index_P].to(layer.values.dtype)
+        for row, (prompt, draft) in started.items():
+            self.starts[row], self.drafts[row] = self.cursor - self.lengths[prompt], draft
         return self.logits_PV[index_P]
 
     def step(self) -> Tensor:
         """Compute the newest token of every row; logits_RV of the next ones."""
-        taken = [row for row, ids in enumerate(self.responses) if ids is not None]
-        if self.cursor == self.columns or len(taken) < 0.75 * len(self.responses):  # not at once: it copies the buffers
+        taken = [row for row, draft in enumerate(self.drafts) if draft is not None]
+        if self.cursor == self.columns or len(taken) < 0.75 * len(self.drafts):  # not at once: it copies the buffers
             self._resize(taken)
         self.first = min(self.starts)
-        newest = [ids[-1] if ids else 0 for ids in self.responses]
+        newest = [draft.ids[-1] if draft else 0 for draft in self.drafts]
         token_R, start_R = torch.tensor([newest, self.starts], device=self.device)
         mask_RC = torch.arange(self.first, self.cursor + 1, device=self.device) >= start_R[:, None]
         logits_RV = self._forward(token_R[:, None], mask_RC, (self.cursor - start_R)[:, None], self.cache)
@@ -121,11 +154,15 @@ class Rows:
 
     def append(self, logits_RV: Tensor, rows: list[int]) -> None:
         """Sample a token for each of these rows, and free the rows whose response ends."""
-        for row, token in zip(rows, sample_tokens(logits_RV, self.sampling).tolist(), strict=True):
-            if (ids := self.responses[row]) is not None:
-                ids.append(token)
-                if self.ended(ids):
-                    self.responses[row] = None
+        drafts = [self.drafts[row] for row in rows]
+        tokens = sample_tokens(
+            logits_RV, [draft.draws[len(draft.ids)] if draft else 0.0 for draft in drafts], self.sampling
+        )
+        for row, draft, token in zip(rows, drafts, tokens.tolist(), strict=True):
+            if draft is not None:
+                draft.ids.append(token)
+                if self.ended(draft.ids):
+                    self.drafts[row] = None
                     self.starts[row] = self.cursor  # the positions of a free row must not exceed the model's
 
     def _forward(self, ids_RL: Tensor, mask_RC: Tensor, position_RL: Tensor, cache: Cache) -> Tensor:
@@ -143,7 +180,7 @@ class Rows:
                 kept_RHCD = getattr(layer, name)[index_R, :, first : self.cursor]
                 # zeros, because a masked value is multiplied by 0, which does not remove NaN
                 setattr(layer, name, F.pad(kept_RHCD, (0, 0, 0, self.columns - kept_RHCD.shape[2])))
-        self.responses = [self.responses[row] for row in rows]
+        self.drafts = [self.drafts[row] for row in rows]
         self.starts, self.cursor = [self.starts[row] - first for row in rows], used
 
 
@@ -154,9 +191,11 @@ class Layer(DynamicLayer):
         super().__init__()
         self.rows, self.is_initialized = rows, True
         repeat = [0] * len(rows.starts)
-        # under autocast, rotary embeddings return float32 keys, but attention computes in the type of the values
-        self.keys: Any = prompts.keys[repeat, :, :0].to(prompts.values.dtype)
-        self.values: Any = prompts.values[repeat, :, :0]
+        # attention computes in this type; rotary embeddings return float32, and transformers stores all as the keys are
+        kind, dtype = rows.device.type, prompts.values.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        self.keys: Any = prompts.keys[repeat, :, :0].to(dtype)
+        self.values: Any = prompts.values[repeat, :, :0].to(dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor
@@ -168,8 +207,9 @@ class Layer(DynamicLayer):
         return self.rows.cursor - self.rows.first
 
 
-def sample_tokens(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """A token of each row, [R]: temperature, then top-k, then top-p, in the order of transformers."""
+def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling) -> Tensor:
+    """A token of each row, [R]: temperature, then top-k, then top-p, in the order of transformers; `draws` are uniform
+    random numbers of the rows."""
     if sampling.temperature == 0:
         return logits_RV.argmax(-1)
     scores_RV, token_RV = logits_RV.float() / sampling.temperature, None
@@ -179,13 +219,23 @@ def sample_tokens(logits_RV: Tensor, sampling: Sampling) -> Tensor:
     share_RV = scores_RV.softmax(-1)
     if sampling.top_p < 1:
         share_RV = share_RV.masked_fill(share_RV.cumsum(-1) - share_RV >= sampling.top_p, 0.0)
-    if share_RV.is_cuda:  # where a cumulative sum along a row is not deterministic
-        choice_R1 = torch.multinomial(share_RV, 1)
-    else:  # one random number a row instead of one a token: 7 times as fast
-        sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
-        random_R1 = torch.rand(len(sum_RV), 1, dtype=torch.float64, device=sum_RV.device)
-        choice_R1 = torch.searchsorted(sum_RV, random_R1 * sum_RV[:, -1:], right=True)
+    sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
+    draw_R1 = torch.tensor(draws, dtype=torch.float64, device=sum_RV.device)[:, None]
+    choice_R1 = torch.searchsorted(sum_RV, draw_R1 * sum_RV[:, -1:], right=True)
     return (choice_R1 if token_RV is None else token_RV.gather(1, choice_R1))[:, 0]
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of a GPU that this process can still take; no bound on a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _draws(seed: int, number: int, n: int, sampling: Sampling) -> np.ndarray:
+    """Random numbers for the tokens of n responses to a prompt."""
+    return np.random.default_rng([seed, number]).random((n, sampling.max_new_tokens))
 
 
 def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
@@ -193,14 +243,15 @@ def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
     return pad_sequence(rows, batch_first=True, padding_side="left").to(device).unbind(-1)
 
 
-def _decode_together(policy: Policy, jobs: list[tuple[Ids, list[Ids]]], rows: int, sampling: Sampling) -> None:
-    """Extend the empty responses by transformers' `generate`, which waits for the longest of each batch."""
+def _decode_together(policy: Policy, jobs: Iterable[tuple[Ids, list[Draft]]], rows: int, sampling: Sampling) -> None:
+    """Extend the empty drafts by transformers' `generate`, which waits for the longest of each batch."""
     model: Any = policy.model
-    ended, pairs = end_of_response(policy, sampling), [(prompt, ids) for prompt, empty in jobs for ids in empty]
+    ended, pairs = end_of_response(policy, sampling), ((prompt, draft) for prompt, drafts in jobs for draft in drafts)
     warnings.warn(f"{type(model).__name__} caches more than keys and values: its rows are not refilled", stacklevel=2)
 
-    def draw(_, logits_RV: Tensor) -> Tensor:
-        return torch.full_like(logits_RV, -torch.inf).scatter(1, sample_tokens(logits_RV, sampling)[:, None], 0.0)
+    def draw(ids_RL: Tensor, logits_RV: Tensor) -> Tensor:
+        token_R = sample_tokens(logits_RV, [draft.draws[ids_RL.shape[1] - width] for _, draft in batch], sampling)
+        return torch.full_like(logits_RV, -torch.inf).scatter(1, token_R[:, None], 0.0)
 
     def stop(ids_RL: Tensor, _) -> Tensor:
         done = [stop_requested.is_set() or ended(ids) for ids in ids_RL[:, width:].tolist()]
@@ -210,10 +261,9 @@ def _decode_together(policy: Policy, jobs: list[tuple[Ids, list[Ids]]], rows: in
     model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
-    while pairs and not stop_requested.is_set():
-        batch, pairs = pairs[:rows], pairs[rows:]
+    while not stop_requested.is_set() and (batch := list(islice(pairs, rows))):
         ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
         width = ids_PL.shape[1]
         output_RL = model.generate(ids_PL, attention_mask=mask_PL, **options)
-        for (_, response), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
-            response += ids[: first_end(ids, ended)]
+        for (_, draft), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
+            draft.ids.extend(ids[: first_end(ids, ended)])

@@ -43,12 +43,13 @@ class ServerSampler(Sampler):
         self.exchanges_text = flavour == "openai"
         self.usable = False  # whether any response was usable
 
-    def sample(self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
             raise InputError("flavour openai needs data.sampling.top_k 0 and stop []; set them, or use vllm or sglang")
-        words = [np.random.SeedSequence((seed, i)).generate_state(n) >> 1 for i in range(len(prompts))]  # 31 bits
+        numbers = numbers or range(len(prompts))
+        words = [np.random.SeedSequence((seed, number)).generate_state(n) >> 1 for number in numbers]  # 31 bits
         requests = [(prompt, int(word)) for prompt, row in zip(prompts, words, strict=True) for word in row]
         try:
             results = asyncio.run(self._request(policy, requests, sampling))

@@ -1,0 +1,24 @@
+"""The estimate of memory, against the bytes that torch allocates in training."""
+
+import memory
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"checkpointing": True}, {"checkpointing": "selective"}, {"lora": True, "checkpointing": True}]
+    + [{"adafactor": True, "bfloat16": True}],
+    ids=str,
+)
+def test_the_estimate_is_within_a_tenth_of_what_is_allocated(tmp_path, case):
+    assert memory.validate(tmp_path, "30M", **case) == pytest.approx(1, abs=0.1)
+
+
+def test_shards_and_a_second_device_take_what_they_should(tmp_path):
+    alone, sharded = (memory.estimate(tmp_path / "1B", "1B", count, lora=False) for count in (1, 8))
+    layers, root = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048), 128256 * 2048 + 2048
+    assert alone["weights"] == alone["gradients"] == 4 * (layers + root)
+    assert sharded["weights"] == 4 * (layers + root) / 8 + 4 * root + 2 * layers * 2 / 16
+    assert sharded["predict"] == 4 * (layers + root) / 8 + 4 * root + 2 * layers + 2 * 128256 * 2048

@@ -1,0 +1,138 @@
+"""Does it fit? The peak memory of a device, by arithmetic on a policy's shapes and two small forwards."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from topr.batching import pack
+from topr.policy.logprobs import CHUNK_LOGITS, output_head
+from topr.policy.model import Policy, empty_policy, shared_prompts
+
+GRADIENTS = 0.5  # of a layer's activations, as many as exist at once, relative to what its forward keeps
+
+
+def estimate(
+    name: str,
+    prepare: Callable[[Policy], None],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    device: torch.device,
+    padded: bool,
+    **settings: Any,
+) -> dict[str, float]:
+    """`peak_memory` of a policy that is not loaded; `prepare` adds its adapters. Raises what a model raises that cannot
+    be computed on tensors without data, such as mixtures of experts."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print a traceback
+    state = state_size(optimizer)
+    policy = empty_policy(name)
+    if not padded:
+        policy.model.set_attn_implementation(shared_prompts.NAME)
+    prepare(policy)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without data
+        policy.model.to_empty(device=device)
+        policy.model.tie_weights()  # `to_empty` unties them
+        return peak_memory(policy, state, kind=device.type, **settings)
+
+
+def peak_memory(
+    policy: Policy,
+    state: float,
+    *,
+    tokens: int,
+    response_tokens: int,
+    microbatches: int,
+    bfloat16: bool,
+    checkpointing: bool | str = False,
+    devices: int = 1,
+    sharded: bool = False,
+    reshard: bool = True,
+    kind: str = "cuda",
+) -> dict[str, float]:
+    """Bytes of a device: `fit`, the peak of training, with its parts; `sample`, the least of sampling in training;
+    `predict`, that of predict and evaluate.py. Sampling takes what is left for its rows.
+
+    Args:
+        policy: with its adapters.
+        state: see `state_size`.
+        tokens, response_tokens: of a micro-batch; the former count a prompt once.
+        microbatches: per device and update.
+        bfloat16: whether the precision is bf16-mixed.
+        checkpointing, reshard: `activation_checkpointing` and `reshard_after_forward` of the module.
+        devices, sharded: their number, and whether each holds a shard (FSDP2) or the whole policy (DDP).
+        kind: of device, cuda or cpu.
+    """
+    layers, (head_VD, *_) = max(1, len(policy.layers)), output_head(policy.model)
+    vocabulary, hidden = head_VD.shape
+    inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
+
+    def size(in_layers: bool, trained: bool = False) -> int:
+        chosen = (p for p in policy.parameters() if (id(p) in inside) == in_layers and (p.requires_grad or not trained))
+        return 4 * sum(parameter.numel() for parameter in chosen)
+
+    body, root, body_trained, root_trained = size(True), size(False), size(True, True), size(False, True)
+    shards, width = devices if sharded else 1, 2 if bfloat16 else 4
+    fixed, token = kept_for_backward(policy, bfloat16)
+    stored = {"weights": (body + root) / shards, "gradients": (body_trained + root_trained) / shards}
+    stored["optimizer"] = (body_trained + root_trained) / shards * state
+    gathered = root + body / 4 * width  # of a sharded policy
+    casts = 2 * head_VD.numel() if sharded else (body + root) / 2  # of all weights, while sampling in bf16-mixed
+    predict = (stored["weights"] + gathered if sharded else body + root) + bfloat16 * casts
+    parts = dict(stored)
+    if sharded:
+        parts["weights"] += root + body / 4 * width * (2 / layers if reshard else 1)
+        parts["gradients"] += root_trained + 2 * body_trained / layers
+        fixed = 0.0  # gathered weights need no cast
+    elif devices > 1:
+        parts["gradients"] *= 2  # the buckets of DDP
+    kept, recomputed = token, 0.0
+    if checkpointing:
+        products = sum(p.shape[0] for layer in policy.layers for p in layer.parameters() if p.ndim == 2)
+        kept = 4 * hidden * layers + (width * products if checkpointing == "selective" else 0)
+        fixed, recomputed = fixed / layers, token / layers
+    # freed before the backward
+    logits = 4 * vocabulary * min(max(64, CHUNK_LOGITS[kind] // vocabulary), response_tokens)
+    backward = tokens * (recomputed + GRADIENTS * token / layers)
+    parts["activations"] = fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
+    # the gradient of a micro-batch, before it is added to that of the others
+    parts["head"] = 4.0 * head_VD.numel() * (head_VD.requires_grad and microbatches > 1)
+    return {"fit": sum(parts.values()), **parts, "sample": predict + stored["optimizer"], "predict": predict}
+
+
+def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
+    """Bytes that a forward without checkpointing keeps for its backward: casts of weights, and those of each token."""
+    weights = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
+
+    def kept(count: int) -> int:
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(policy.device)
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_ND = policy(tokens, lambda hidden_ND, head: hidden_ND)
+        found = sum(size for storage, size in sizes.items() if storage not in weights)
+        del hidden_ND  # until here it held what is counted
+        return found
+
+    training = policy.training
+    policy.eval()
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
+        small, large = kept(128), kept(256)
+    policy.train(training)
+    return max(0.0, 2 * small - large), (large - small) / 128
+
+
+def state_size(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+    """Size of an optimiser's state for a large matrix, relative to that of the matrix."""
+    weight = torch.nn.Parameter(torch.zeros(512, 512))
+    weight.grad = torch.zeros_like(weight)
+    one = optimizer([weight])
+    one.step()
+    return sum(value.nbytes for value in one.state[weight].values() if isinstance(value, Tensor)) / weight.nbytes
