@@ -47,23 +47,9 @@ class Monitor(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         trainer.datamodule.padded = module.policy.padded
         try:
-            self._estimate_memory(trainer, module)
+            report_memory(estimate_training(trainer, module), trainer.strategy.root_device)
         except Exception as error:  # whatever a model raises, see `estimate`
             rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
-
-    def _estimate_memory(self, trainer: Any, module: Any) -> None:
-        data, device = trainer.datamodule, trainer.strategy.root_device
-        settings = {"checkpointing": module.activation_checkpointing, "reshard": module.reshard_after_forward}
-        settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
-        settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}
-        sizes = estimate(module.policy_name, module.prepare, module.optimizer, device, **settings)
-        found = {name: size / 1e9 for name, size in sizes.items()}
-        peak, names = max(found["fit"], found["sample"]), ["weights", "gradients", "optimizer", "activations"]
-        parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
-        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
-        if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
-            remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
-            rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
@@ -123,6 +109,26 @@ class Monitor(Callback):
             for sign, chosen in signs.items():
                 if chosen.any():
                     trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+
+
+def estimate_training(trainer: Any, module: Any) -> dict[str, float]:
+    """`estimate` for the policy, data and settings that are about to train."""
+    data, device = trainer.datamodule, trainer.strategy.root_device
+    settings = {"checkpointing": module.activation_checkpointing, "reshard": module.reshard_after_forward}
+    settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
+    settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}
+    return estimate(module.policy_name, module.prepare, module.optimizer, device, **settings)
+
+
+def report_memory(sizes: dict[str, float], device: torch.device) -> None:
+    """Print an estimate, and warn if the GPU has less."""
+    found = {name: size / 1e9 for name, size in sizes.items()}
+    peak, names = max(found["fit"], found["sample"]), ["weights", "gradients", "optimizer", "activations"]
+    parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
+    rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
+    if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
+        remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
+        rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
 
 
 def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None:
