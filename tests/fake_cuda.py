@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from topr.batching import MicroBatch, pack
-from topr.losses import TOPR
+from topr.callbacks import Monitor
+from topr.losses import TOPR, LossOutput
+from topr.module import StepOutput
 from topr.policy import Policy, one_pass, shared_prompts
 from topr.reproduce.making import make_tokenizer
 from topr.sampling import Sampling, local
@@ -34,7 +37,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "unique_di
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for the device, by the line that asks for it."""
+    """Counts what makes the host wait for what the device computes, by the line that asks for it."""
 
     def __init__(self):
         super().__init__()
@@ -79,6 +82,8 @@ def main() -> None:
 
         def to_gpu(tensor: torch.Tensor, *arguments, **keywords) -> torch.Tensor:
             if arguments and str(arguments[0]).startswith("cuda") and not tensor.is_cuda:
+                if not keywords.get("non_blocking"):
+                    waits.add("copy to the GPU")
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
             return grad_to(tensor, *arguments, **keywords)
 
@@ -93,7 +98,13 @@ def main() -> None:
         with waits:
             total, output, hidden = policy(tokens, one_pass.OnePass(TOPR(), batch, ones))
         print(f"training forward: loss {total.dtype} on {total.device}, hidden {hidden.dtype} {tuple(hidden.shape)}")
-        report("training step", waits)
+        report("training forward", waits)
+        output = LossOutput(*(torch.ones(9, device="cuda") for _ in output))
+        last, monitor = torch.empty(hidden.shape, device="cuda"), Monitor()
+        last.grad, monitor.speed = last.clone(), SimpleNamespace(count=lambda tokens: None)
+        with waits:
+            monitor.on_after_backward(None, SimpleNamespace(step_output=StepOutput(batch, output, last)))
+        report("statistics of a micro-batch", waits)
         with torch.no_grad():
             rows = local.Rows(policy, Sampling(max_new_tokens=512), None, 16)
             drafts = [[local.Draft([], np.full(512, 0.5)) for _ in range(16)] for _ in range(4)]

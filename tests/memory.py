@@ -1,6 +1,6 @@
 """Check `topr.policy.memory` against what torch allocates: `python tests/memory.py` prints estimate and measurement.
 
-`python tests/memory.py table` prints the table of the README.
+`python tests/memory.py fake` does so for 1B and 8B, on tensors without data; `table` prints the table of the README.
 """
 
 import os
@@ -17,16 +17,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from topr.batching import MicroBatch, pack
 from topr.datamodule import TrajectoryDataModule
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.optim import Adafactor
-from topr.policy import LoRA, Policy, export_policy, memory, shared_prompts
+from topr.policy import LoRA, Policy, export_policy, memory, one_pass, shared_prompts
 from topr.reproduce.making import make_tokenizer
 from topr.tasks import Arithmetic
 from topr.trajectories import Trajectory, write_trajectories
@@ -43,6 +45,12 @@ DEVICES = [(1, 80), (1, 141), (8, 80), (16, 80)]
 CASES = [
     {}, {"checkpointing": True}, {"checkpointing": "selective"}, {"lora": True}, {"adafactor": True},
     {"lora": True, "checkpointing": True}, {"bfloat16": True}, {"bfloat16": True, "checkpointing": True},
+]  # fmt: skip
+
+FAKE = [
+    ("8B", 8192, {"checkpointing": True, "adafactor": True}), ("8B", 16384, {"checkpointing": True, "adafactor": True}),
+    ("8B", 16384, {"checkpointing": True, "lora": True}), ("8B", 4096, {"lora": True}), ("1B", 16384, {}),
+    ("1B", 16384, {"checkpointing": True}), ("1B", 2048, {"checkpointing": True, "adafactor": True}),
 ]  # fmt: skip
 
 
@@ -118,10 +126,52 @@ def validate(folder: Path, name: str, *, checkpointing=False, lora=False, adafac
         callbacks=[Measure()],
     ).fit(module, data)  # fmt: skip
     settings = {"checkpointing": checkpointing, "lora": lora, "adafactor": adafactor, "bfloat16": bfloat16}
+    return compare(name, settings, found["fit"], allocated.peak)
+
+
+def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=False) -> float:
+    """Two updates of two micro-batches in bf16-mixed, on tensors without data; estimated over allocated bytes."""
+    with torch.device("meta"):
+        policy = Policy(LlamaForCausalLM(config(*SHAPES[name])), make_tokenizer(), name)
+    shared_prompts.register(shared_prompts.attend)
+    policy.model.set_attn_implementation(shared_prompts.NAME)
+    if lora:
+        LoRA().add_to(policy)
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    # fused: the others read the number of the step, which has no data
+    make = partial(Adafactor, lr=1e-6) if adafactor else partial(torch.optim.AdamW, lr=1e-6, fused=True)
+    state, allocated = memory.state_size(make), Allocated()
+    part = tokens // 9  # a prompt and eight responses
+    row = pack([np.zeros(part, dtype=int)] * 8, [np.zeros(part, dtype=int)] * 8)
+    settings = {"tokens": 9 * part, "response_tokens": 8 * part, "microbatches": 2, "bfloat16": True, "kind": "cpu"}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        policy.model.to_empty(device="cpu")
+        policy.model.tie_weights()  # `to_empty` unties them
+        found = memory.peak_memory(policy, state, checkpointing=checkpointing, **settings)
+        with allocated:
+            trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+            sum(parameter.sum() for parameter in policy.parameters())  # seen by now
+            optimizer, ones_B, zeros_N = make(trained), torch.ones(8), torch.zeros(8 * part)
+            tensors = {key: value for key, value in row._asdict().items() if isinstance(value, torch.Tensor)}
+            fakes = row._replace(**{key: mode.from_tensor(value) for key, value in tensors.items()})
+            batch = MicroBatch(fakes, zeros_N, ones_B, ones_B, ones_B, ones_B[0], 2, ones_B)
+            for i in range(4):
+                policy(fakes, one_pass.OnePass(TOPR(), batch, ones_B))[0].backward()
+                if i % 2:
+                    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    settings = {"checkpointing": checkpointing, "lora": lora, "adafactor": adafactor}
+    return compare(f"{name} {tokens}", settings, found["fit"], allocated.peak)
+
+
+def compare(name: str, settings: dict[str, bool | str], estimated: float, measured: float) -> float:
     about = ", ".join(f"{key} {value}" for key, value in settings.items() if value) or "plain"
-    row = (allocated.peak / 1e6, found["fit"] / 1e6, found["fit"] / allocated.peak)
-    print(f"{name:5} {about:40} measured {row[0]:6.0f} MB, estimated {row[1]:6.0f} MB, ratio {row[2]:.3f}", flush=True)
-    return row[2]
+    ratio, sizes = estimated / measured, f"measured {measured / 1e9:6.2f} GB, estimated {estimated / 1e9:6.2f} GB"
+    print(f"{name:8} {about:40} {sizes}, ratio {ratio:.3f}", flush=True)
+    return ratio
 
 
 def estimate(folder: Path, name: str, devices: int, lora: bool) -> dict[str, float]:
@@ -157,6 +207,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if sys.argv[1:] == ["table"]:
             return table(Path(folder))
+        if sys.argv[1:] == ["fake"]:
+            for name, tokens, case in FAKE:
+                fake(name, tokens, **case)
+            return
         for name, case in product(sys.argv[1:] or SIZES, CASES):
             validate(Path(folder), name, **case)
 

@@ -60,7 +60,9 @@ class Tokens(NamedTuple):
 
     def to(self, device: torch.device) -> "Tokens":
         tensors = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
-        return self._replace(**{name: value.to(device) for name, value in tensors.items()})  # type: ignore[arg-type]
+        # a GPU goes on computing meanwhile
+        copies: Any = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return self._replace(**copies)
 
 
 class MicroBatch(NamedTuple):

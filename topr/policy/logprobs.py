@@ -57,9 +57,9 @@ def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
     ends = [i * columns + len(row) - 1 for i, row in enumerate(rows)]
     position_N = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, tokens.lengths, strict=True)])
     place_BL = pad_sequence([from_numpy(row) for row in rows], batch_first=True)
-    input_ids_BL = tokens.input_ids_L[place_BL.to(tokens.input_ids_L.device)]
+    input_ids_BL = tokens.input_ids_L[place_BL.to(tokens.input_ids_L.device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLD.flatten(0, 1).index_select(0, from_numpy(position_N).to(hidden_BLD.device))
+    return hidden_BLD.flatten(0, 1).index_select(0, from_numpy(position_N).to(hidden_BLD.device, non_blocking=True))
 
 
 def token_log_probs(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:

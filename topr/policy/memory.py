@@ -100,6 +100,9 @@ def peak_memory(
     parts["activations"] = fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
     # the gradient of a micro-batch, before it is added to that of the others
     parts["head"] = 4.0 * head_VD.numel() * (head_VD.requires_grad and microbatches > 1)
+    # when both are gone, the optimiser takes up to four times the largest weight
+    largest = max(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    parts["activations"] = max(parts["activations"], 16 * largest / shards - parts["head"])
     return {"fit": sum(parts.values()), **parts, "sample": predict + stored["optimizer"], "predict": predict}
 
 

@@ -165,8 +165,8 @@ def _sequences(spans: tuple[Span, ...], device: torch.device) -> tuple[Tensor, T
     """Rows of the keys of each span, ends of the queries' and of the keys' sequences, the longest of either."""
     rows = [np.r_[first:last, start:end] for start, end, first, last in spans]
     queries, keys = [end - start for start, end, *_ in spans], [len(keys) for keys in rows]
-    ends = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
-    index, ends_of_queries, ends_of_keys = (from_numpy(a).to(device) for a in (np.concatenate(rows), *ends))
+    arrays = np.concatenate(rows), *(np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
+    index, ends_of_queries, ends_of_keys = (from_numpy(a).to(device, non_blocking=True) for a in arrays)
     return index, ends_of_queries, ends_of_keys, (max(queries), max(keys))
 
 
@@ -267,4 +267,5 @@ def _bucket(spans: list[Span], window: int | None, nowhere: int, device: torch.d
     distance_NRK = query_R1 + before_N11 - key_K
     hidden_NRK = distance_NRK < 0 if window is None else (distance_NRK < 0) | (distance_NRK >= window)
     mask_NRK = torch.zeros(hidden_NRK.shape).masked_fill_(hidden_NRK, MASKED)
-    return index_NR.to(device), index_NK.to(device), mask_NRK.to(device)
+    index_NR, index_NK, mask_NRK = (a.to(device, non_blocking=True) for a in (index_NR, index_NK, mask_NRK))
+    return index_NR, index_NK, mask_NRK

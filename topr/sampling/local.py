@@ -130,7 +130,7 @@ class Rows:
 
     def start(self, started: dict[int, tuple[int, Draft]]) -> Tensor:
         """Start in each row the response to a prompt of the last `prefill`; logits_RV of the first tokens."""
-        index_R, index_P = torch.tensor([[row, prompt] for row, (prompt, _) in started.items()], device=self.device).T
+        index_R, index_P = _copy([[row, prompt] for row, (prompt, _) in started.items()], self.device).T
         columns = slice(self.cursor - self.width, self.cursor)
         for layer, prompts in zip(self.cache.layers, self.prompts.layers, strict=True):
             layer.keys[index_R, :, columns] = prompts.keys[index_P].to(layer.keys.dtype)
@@ -146,7 +146,7 @@ class Rows:
             self._resize(taken)
         self.first = min(self.starts)
         newest = [draft.ids[-1] if draft else 0 for draft in self.drafts]
-        token_R, start_R = torch.tensor([newest, self.starts], device=self.device)
+        token_R, start_R = _copy([newest, self.starts], self.device)
         mask_RC = torch.arange(self.first, self.cursor + 1, device=self.device) >= start_R[:, None]
         logits_RV = self._forward(token_R[:, None], mask_RC, (self.cursor - start_R)[:, None], self.cache)
         self.cursor += 1
@@ -174,7 +174,7 @@ class Rows:
         first = min([self.starts[row] for row in rows] + [self.cursor - self.width])
         used = self.cursor - first
         self.columns = used + max(32, used // 4)
-        index_R = torch.tensor(rows, device=self.device)
+        index_R = _copy(rows, self.device)
         for layer in self.cache.layers:
             for name in ("keys", "values"):
                 kept_RHCD = getattr(layer, name)[index_R, :, first : self.cursor]
@@ -220,7 +220,7 @@ def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling)
     if sampling.top_p < 1:
         share_RV = share_RV.masked_fill(share_RV.cumsum(-1) - share_RV >= sampling.top_p, 0.0)
     sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
-    draw_R1 = torch.tensor(draws, dtype=torch.float64, device=sum_RV.device)[:, None]
+    draw_R1 = _copy(draws, sum_RV.device)[:, None]
     choice_R1 = torch.searchsorted(sum_RV, draw_R1 * sum_RV[:, -1:], right=True)
     return (choice_R1 if token_RV is None else token_RV.gather(1, choice_R1))[:, 0]
 
@@ -233,6 +233,11 @@ def free_memory(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
+def _copy(numbers: Sequence, device: torch.device) -> Tensor:
+    """Numbers, float64 or int64, on a device; a GPU goes on computing meanwhile."""
+    return torch.from_numpy(np.array(numbers)).to(device, non_blocking=True)
+
+
 def _draws(seed: int, number: int, n: int, sampling: Sampling) -> np.ndarray:
     """Random numbers for the tokens of n responses to a prompt."""
     return np.random.default_rng([seed, number]).random((n, sampling.max_new_tokens))
@@ -240,7 +245,7 @@ def _draws(seed: int, number: int, n: int, sampling: Sampling) -> np.ndarray:
 
 def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
     rows = [torch.tensor([ids, [1] * len(ids)]).T for ids in prompts]
-    return pad_sequence(rows, batch_first=True, padding_side="left").to(device).unbind(-1)
+    return pad_sequence(rows, batch_first=True, padding_side="left").to(device, non_blocking=True).unbind(-1)
 
 
 def _decode_together(policy: Policy, jobs: Iterable[tuple[Ids, list[Draft]]], rows: int, sampling: Sampling) -> None:
