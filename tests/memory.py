@@ -138,7 +138,7 @@ def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=F
     if lora:
         LoRA().add_to(policy)
     if checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.activation_checkpointing_enable({"use_reentrant": False})
     policy.train()
     # fused: the others read the number of the step, which has no data
     make = partial(Adafactor, lr=1e-6) if adafactor else partial(torch.optim.AdamW, lr=1e-6, fused=True)

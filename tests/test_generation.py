@@ -261,7 +261,7 @@ def test_neither_sampling_nor_padded_rows_use_cudnn(tmp_path, monkeypatch):
     sample(policy, [[5, 6], [7]], 2, 4)
     sampled = len(seen)
     policy.model.set_attn_implementation("sdpa")
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.activation_checkpointing_enable({"use_reentrant": False})
     policy.train()
     log_probs_N, _ = policy(pack([np.array([5, 6])], [np.array([7, 8])]))
     forward = len(seen)

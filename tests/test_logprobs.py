@@ -76,7 +76,6 @@ def one_pass(tokens: Tokens, loss: Loss, ref_log_probs_N, advantage_B, scale_B) 
     return OnePass(loss, batch, scale_B)
 
 
-@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", [*FAMILIES, *PADDED])
 def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing):
@@ -89,7 +88,7 @@ def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing
         check_forward(policy)
     assert shared_prompts.enabled(policy.model) == (family in FAMILIES)
     if checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.activation_checkpointing_enable({"use_reentrant": False})
     prompts, responses = sequences()
     tokens = pack(prompts, responses)
     log_probs_N, hidden_ND = policy(tokens)

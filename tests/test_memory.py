@@ -16,6 +16,10 @@ def test_the_estimate_is_within_a_tenth_of_what_is_allocated(tmp_path, case):
     assert memory.validate(tmp_path, "30M", **case) == pytest.approx(1, abs=0.1)
 
 
+def test_the_estimate_holds_at_the_shapes_of_a_real_model():
+    assert memory.fake("1B", 2048, checkpointing=True, adafactor=True) == pytest.approx(1, abs=0.1)
+
+
 def test_shards_and_a_second_device_take_what_they_should(tmp_path):
     alone, sharded = (memory.estimate(tmp_path / "1B", "1B", count, lora=False) for count in (1, 8))
     layers, root = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048), 128256 * 2048 + 2048

@@ -107,7 +107,7 @@ class PolicyModule(LightningModule):
             settings: dict[str, Any] = {"use_reentrant": False}
             if self.activation_checkpointing == "selective":
                 settings["context_fn"] = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
-            policy.model.gradient_checkpointing_enable(settings)
+            policy.model.activation_checkpointing_enable(settings)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         try:
