@@ -2,12 +2,13 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # large CPU tensors in huge pages save up to a seventh of an update; torch reads this at its first tensor
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -27,7 +28,7 @@ from topr.io import InputError, OneSentenceErrors, check_folder, command, first_
 from topr.module import PolicyModule
 
 # a resumed run keeps these settings
-DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer"]
+DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer", "model.lr_scheduler"]
 DECISIVE += ["data.train", "data.batch_size", "seed_everything"]
 
 
@@ -35,6 +36,11 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
     """The parser of a subcommand."""
 
     hint = " (python train.py fit --help lists every key)"
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if found := re.match(r"unrecognized arguments: --(optimizer|lr_scheduler)\b", message):
+            message += f"; here it is --model.{found[1]}"
+        super().error(message, ex)
 
 
 class SaveConfig(SaveConfigCallback):

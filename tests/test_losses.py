@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from topr.io import InputError
-from topr.losses import IS, REINFORCE, TIS, TOPR, PositivesOnly, advantage_share, baseline_for_rewards, rho
+from topr.losses import IS, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, advantage_share, baseline_for_rewards, rho
+from topr.module import PolicyModule
+from topr.tasks import Arithmetic
 
 END = 2
 INFINITY = math.exp(20)
@@ -207,6 +209,19 @@ def test_statistics_report_log_ratio_weight_and_truncation():
     torch.testing.assert_close(topr.truncated_B, torch.tensor([1.0, 0.0, 1.0, 0.0]))
     importance = IS()(log_ratio_N, torch.zeros(6), length_B, advantage_B)
     assert importance.truncated_B.tolist() == [0, 0, 1, 0]  # hits of e^20, which stands for infinity
+
+
+class Sum(TOPR):
+    """A loss that a user has got wrong."""
+
+    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B):
+        return LossOutput(log_probs_N.sum(), *[log_probs_N] * 4) if self.baseline else log_probs_N.sum()
+
+
+@pytest.mark.parametrize(("baseline", "found"), [(0, "gave Tensor"), (0.5, r"gave loss_B \[\], objective_B \[4\]")])
+def test_a_loss_that_returns_something_else_is_refused(baseline, found):
+    with pytest.raises(InputError, match=f"Sum must return a LossOutput .* but {found}"):
+        PolicyModule("nowhere", Arithmetic(), Sum(baseline=baseline), torch.optim.SGD)
 
 
 def test_an_advantage_of_zero_is_that_of_a_positive():

@@ -188,6 +188,24 @@ def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=0-step=6.ckpt"]
 
 
+def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypatch):
+    schedule = ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
+    schedule += ["--model.lr_scheduler.warmup_steps=2", "--model.lr_scheduler.total_steps=6"]
+    whole = fit.whole(*schedule)
+    rates = [value for _, value in curves(whole)["train/lr"]]
+    assert rates == pytest.approx([3e-4 * share for share in (0, 0.5, 1, 0.75, 0.5, 0.25)])
+    kill(monkeypatch, update=5)
+    with pytest.raises(KeyError, match="killed here"):
+        fit("killed", *schedule)
+    monkeypatch.undo()
+    os.chdir(fit.folder)
+    code, output, _ = fit("killed")
+    assert code == 2 and "another model.lr_scheduler" in output
+    code, output, folder = fit("killed", *schedule)
+    assert code == 0 and "step=4.ckpt" in output, output
+    assert_same(folder, whole)
+
+
 def test_sigterm_ends_a_prediction_at_once(run, fit, monkeypatch):
     monkeypatch.setattr(LocalSampler, "sample", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}", "--data.out=out"]

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 from collections import Counter
 from functools import partial
 
@@ -131,7 +132,7 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "weight/negatives_below_0.01", "weight/negatives_truncated", "weight/effective_sample_size", "gradient/norm",
         "gradient/positive_share", "drift/positives", "drift/negatives", "speed/tokens_per_s", "speed/utilisation",
         "speed/peak_memory_gb", "speed/computed_share", "val/pass@1", "val/maj@4", "val/invalid",
-        "val_interval/pass@1_low", "val_interval/pass@1_high",
+        "val_interval/pass@1_low", "val_interval/pass@1_high", "train/lr",
     } <= scalars  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
     assert [event.step for event in events.Scalars("val/pass@1")] == [0, 1, 2, 3]  # before training, then thrice
@@ -169,6 +170,16 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
     for split, method in (("val", trainer.validate), ("test", trainer.test)):
         (figures,) = method(module, data, verbose=False)
         assert 0 <= figures[f"{split}_interval/pass@1_low"] <= figures[f"{split}/pass@1"] <= 1
+
+
+def test_the_readme_s_lines_of_python_train_the_embedded_task(run, monkeypatch):
+    snippet = re.search(r"```python\n(# from a notebook.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len([line for line in snippet.splitlines() if line]) <= 11
+    for name in ("base", "train.parquet", "val.jsonl"):
+        snippet = snippet.replace(f"data/arithmetic/{name}", str(ROOT / "data" / "arithmetic" / name))
+    trained: dict = {}
+    exec(snippet.replace("max_epochs=1", "max_steps=2, limit_val_batches=0"), trained)
+    assert trained["module"].trainer.global_step == 2
 
 
 @pytest.mark.slow
@@ -221,8 +232,9 @@ def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, comma
 def test_a_trial_run_writes_nothing(run, setting):
     _, arguments = setting
     before = set(run.folder.rglob("*"))
-    code, out, err = run(train.main, "fit", *arguments, "--trainer.fast_dev_run=true")
+    code, out, err = run(train.main, "fit", *arguments, "--trainer.fast_dev_run=true", "--data.samples=1000000")
     assert code == 0, err
+    assert "pass@2" in out  # of two problems, whatever data.samples is
     assert set(run.folder.rglob("*")) == before
 
 

@@ -168,7 +168,11 @@ class TrajectoryDataModule(LightningDataModule):
     @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
     def advantage(self, epoch: int) -> np.ndarray:
         """Advantages in an epoch: some losses draw them anew in each."""
-        return self.loss.advantages(self.reward, self.group, self.seed, epoch)
+        found = self.loss.advantages(self.reward, self.group, self.seed, epoch)
+        if np.shape(found) != self.reward.shape:
+            expected = f"one number per trajectory, {self.reward.shape}, but gave {np.shape(found)}"
+            raise InputError(f"model.loss: advantages of {type(self.loss).__name__} must return {expected}")
+        return found
 
     @lru_cache(maxsize=1)  # noqa: B019
     def plan(self, epoch: int) -> list[np.ndarray]:
@@ -210,8 +214,9 @@ class TrajectoryDataModule(LightningDataModule):
     def read_problems(self, split: str) -> list[Problem]:
         """Problems of `val`, `test` or `problems`; none if the split is not set."""
         path = getattr(self, split)
+        few = 2 if self.trainer.fast_dev_run else None
         try:
-            return self.task.problems(path) if path is not None else []
+            return self.task.problems(path)[:few] if path is not None else []
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
 

@@ -85,9 +85,9 @@ def printable(text: str, limit: int, kept: str = "") -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, with the second where the first is a heading, or that of the `InputError`
-    that the library has wrapped."""
+    or missing package that the library has wrapped."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, InputError):
+    while cause is not None and not isinstance(cause, (InputError, ModuleNotFoundError)):
         cause = cause.__cause__ or cause.__context__
     lines = (str(cause or error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

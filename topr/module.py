@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from topr.batching import MicroBatch, Tokens
 from topr.callbacks import Evaluate, Monitor
 from topr.io import InputError
-from topr.losses import Loss, LossOutput
+from topr.losses import Loss, LossOutput, check_output
 from topr.policy.model import LoRA, Policy, compile_layers, load_policy, one_pass
 from topr.policy.sharding import load_sharded
 from topr.sampling import LocalSampler, Sampler
@@ -51,6 +51,7 @@ class PolicyModule(LightningModule):
         compile: compile the parts of decoder layers for training with `torch.compile`: half a minute at first, then
             less time. `selective` checkpointing then recomputes their matrix products, too.
         threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
+        lr_scheduler: any torch scheduler or `topr.optim.Schedule`, stepped after each update; None keeps the rate.
     """
 
     policy: Policy  # from configure_model on
@@ -67,10 +68,12 @@ class PolicyModule(LightningModule):
         reshard_after_forward: bool = True,
         compile: bool = False,
         threads: PositiveInt | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ):
         super().__init__()
+        check_output(loss)
         self.policy_name, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
-        self.sampler = sampler or LocalSampler()
+        self.lr_scheduler, self.sampler = lr_scheduler, sampler or LocalSampler()
         self.lora, self.activation_checkpointing = lora, activation_checkpointing
         self.reshard_after_forward, self.compiled = reshard_after_forward, compile
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
@@ -109,11 +112,13 @@ class PolicyModule(LightningModule):
                 settings["context_fn"] = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
             policy.model.activation_checkpointing_enable(settings)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         try:
-            return self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+            optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+            scheduler = self.lr_scheduler and self.lr_scheduler(optimizer)
         except (TypeError, ValueError) as error:
-            raise InputError(f"model.optimizer does not take its arguments: {error}") from error
+            raise InputError(f"model.optimizer or model.lr_scheduler does not take its arguments: {error}") from error
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler else []
 
     def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """log pi of each response token [N] and the hidden states [N, D] that predict them."""

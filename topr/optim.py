@@ -1,8 +1,9 @@
-"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate, right under FSDP2."""
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate, right under FSDP2; schedules."""
 
 from collections.abc import Callable, Iterable
 
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -66,6 +67,28 @@ class Adafactor(torch.optim.Optimizer):
             rate = min(lr, state["step"].item() ** -0.5) * _rms(parameter).clamp(min=SMALLEST_SCALE)
         parameter.mul_(1 - lr * weight_decay)
         parameter.sub_(update * rate)
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """A learning-rate schedule of transformers, by name.
+
+    Args:
+        optimizer: the optimiser.
+        name: `linear`, `cosine`, `constant_with_warmup` or another of transformers' `SchedulerType`.
+        warmup_steps: updates over which the rate rises from 0.
+        total_steps: updates of the whole run, which most schedules need.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str = "cosine",
+        warmup_steps: NonNegativeInt = 0,
+        total_steps: PositiveInt | None = None,
+    ):
+        from transformers import get_scheduler
+
+        super().__init__(optimizer, get_scheduler(name, optimizer, warmup_steps, total_steps).lr_lambdas)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Evaluate(Callback):
         """Metrics with their intervals over the problems of all ranks; each rank passes its own problems. Raises
         Preempted if a rank was asked to stop."""
         data, policy = trainer.datamodule, trainer.lightning_module.policy
-        samples = data.val_samples if split == "val" else data.samples
+        samples = 2 if trainer.fast_dev_run else data.val_samples if split == "val" else data.samples
         settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
         settings["numbers"] = range(trainer.global_rank, len(data.read_problems(split)), trainer.world_size)
         with self._sampling(trainer, samples, problems):

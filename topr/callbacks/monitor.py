@@ -83,7 +83,9 @@ class Monitor(Callback):
         if step == 0:
             *_, other, last = [parameter for parameter in module.parameters() if parameter.requires_grad]
             last = min(last, other, key=torch.numel)  # not the output projection
-            self.max_abs_log_ratio, self.watched = float(np.abs(rows["log_ratio"]).max()), (last, last.detach().clone())
+            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
+            if not trainer.lr_scheduler_configs:  # a warm-up starts at 0
+                self.watched = last, last.detach().clone()
             check_reference(trainer, module.policy.name, rows)
         elif self.watched is not None:
             if torch.equal(*self.watched):
@@ -93,6 +95,7 @@ class Monitor(Callback):
             return
         of_group = module.loss.grouping == "group"
         statistics = training_statistics(rows, of_group) | {"gradient/norm": norm}
+        statistics["train/lr"] = optimizer.param_groups[0]["lr"]
         statistics |= self.speed.read(trainer.world_size)
         if of_group:
             silent = silent_groups(rows["advantage"], trainer.datamodule.group[rows["trajectory"]])

@@ -47,6 +47,18 @@ class Loss(ABC):
         """Losses of B trajectories; `log_probs_N` (log pi) is differentiable, `length_B` holds T and sums to N."""
 
 
+def check_output(loss: Loss) -> None:
+    """Raise an InputError unless a loss returns what it should for two trajectories, a positive and a negative."""
+    output = loss(torch.zeros(4), torch.zeros(4), torch.tensor([2, 2]), torch.tensor([1.0, -1.0]))
+    found = type(output).__name__
+    if isinstance(output, LossOutput):
+        sizes = {name: tuple(getattr(value, "shape", ("?",))) for name, value in output._asdict().items()}
+        found = ", ".join(f"{name} {list(size)}" for name, size in sizes.items() if size != (2,))
+    if found:
+        expected = f"a LossOutput of five tensors with one value per trajectory, here [2], but gave {found}"
+        raise InputError(f"model.loss: {type(loss).__name__} must return {expected}; see topr/losses/base.py")
+
+
 def sum_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:
     """Sums [B] over each trajectory's tokens of flat values [N]."""
     return torch.segment_reduce(value_N, "sum", lengths=length_B)
