@@ -24,7 +24,7 @@ from topr.callbacks import ExactResume, ExportPolicy
 from topr.callbacks.resume import reason, updates
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
-from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, write_text
+from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, lock, write_text
 from topr.module import PolicyModule
 
 # a resumed run keeps these settings
@@ -111,7 +111,7 @@ class CLI(LightningCLI):
             if changed:
                 return
             logger.dict_kwargs = {"purge_step": done}  # TensorBoard drops what was logged after the checkpoint
-        elif any("tfevents" not in path.name for path in version.iterdir()):
+        elif any("tfevents" not in path.name and path.name != ".lock" for path in version.iterdir()):
             return  # not a run that was killed before it wrote config.yaml
         arguments.version = int(version.name.removeprefix("version_"))
 
@@ -146,6 +146,8 @@ class CLI(LightningCLI):
         arguments["weights_only"] = True  # nothing in a checkpoint is executed
         folder = Path(self.trainer.log_dir or ".")
         created = not folder.exists()
+        if command == "fit" and rank() == 0 and not self.trainer.fast_dev_run:
+            lock(folder)
         try:
             getattr(self.trainer, command)(**arguments)
         except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:

@@ -3,6 +3,7 @@
 `python tests/memory.py fake` does so for 1B and 8B, on tensors without data; `table` prints the table of the README.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -212,6 +213,7 @@ def main() -> None:
                 fake(name, tokens, **case)
             return
         for name, case in product(sys.argv[1:] or SIZES, CASES):
+            gc.collect()
             validate(Path(folder), name, **case)
 
 

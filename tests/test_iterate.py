@@ -147,7 +147,7 @@ def test_every_stage_works_on_the_newest_policy(whole):
         assert {t.group for t in kept} == {f"{i}/{problem}" for problem in range(5)} and len(kept) <= 5 * 4
         policy = folder / "fit" / "version_0" / "policy"
     assert {path.name for path in (whole / "out").iterdir()} == {
-        "iterate.json", "results.json", "results.md", *(f"iteration_{i}" for i in range(3)),
+        ".lock", "iterate.json", "results.json", "results.md", *(f"iteration_{i}" for i in range(3)),
     }  # fmt: skip
 
 

@@ -188,6 +188,42 @@ def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=0-step=6.ckpt"]
 
 
+def test_a_second_process_stays_out_of_a_run(fit, monkeypatch):
+    """The first is asked to stop in its fourth update; until then a second one is started."""
+    whole, second = fit.whole(), []
+
+    def start(trainer, module, batch) -> None:
+        if trainer.global_step == 3 and not second:
+            command = [sys.executable, ROOT / "train.py", *sys.argv[1:]]
+            second.append(subprocess.run(command, capture_output=True, text=True))
+
+    observe_microbatches(monkeypatch, start)
+    code, output, folder = fit("shared")
+    assert code == 0, output
+    assert second[0].returncode == 2
+    assert second[0].stderr.endswith(f"another process is writing to runs/shared/{folder.name}; {REMEDY}\n")
+    assert_same(folder, whole)
+
+
+REMEDY = "wait for it, end it, or name another place"
+
+
+def test_two_predictions_do_not_write_into_one_folder(run, fit, monkeypatch):
+    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}", "--data.out=out"]
+    arguments = ["predict", *arguments, f"--model.policy={fit.policy}", "--data.samples=1"]
+    holder = "import sys, time; from topr.io import lock; lock('out'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, cwd=fit.folder, env=IMPORTS) as other:
+        other.stdout.readline()
+        code, _, err = run(train.main, *arguments)
+        assert code == 2 and err.endswith(f"another process is writing to out; {REMEDY}\n"), err
+        other.kill()  # however it ends
+    code, output, err = run(train.main, *arguments)
+    assert code == 0, err
+
+
+IMPORTS = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
 def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypatch):
     schedule = ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
     schedule += ["--model.lr_scheduler.warmup_steps=2", "--model.lr_scheduler.total_steps=6"]
@@ -210,7 +246,7 @@ def test_sigterm_ends_a_prediction_at_once(run, fit, monkeypatch):
     monkeypatch.setattr(LocalSampler, "sample", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}", "--data.out=out"]
     code, _, _ = run(train.main, "predict", *arguments, f"--model.policy={fit.policy}")
-    assert code == 143 and not list((fit.folder / "out").rglob("*"))
+    assert code == 143 and [path.name for path in (fit.folder / "out").rglob("*")] == [".lock"]
 
 
 def test_a_validation_between_a_checkpoint_and_a_kill_is_made_up_for(fit, monkeypatch):
@@ -454,4 +490,4 @@ def test_a_full_disk_keeps_complete_trajectories(run, fit, monkeypatch, small_di
     config = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}"]
     code, _, err = run(train.main, "predict", *config, f"--model.policy={fit.policy}", "--data.out=out")
     assert code == 2 and err.splitlines()[-1].startswith("error: "), err
-    assert [path.name for path in (fit.folder / "out").iterdir()] == ["part-00000.parquet"]
+    assert sorted(path.name for path in (fit.folder / "out").iterdir()) == [".lock", "part-00000.parquet"]

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from topr.batching import MicroBatches, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
 from topr.distributed import same_error_on_all_ranks
 from topr.evaluation import SamplingJob, check_prompts
-from topr.io import InputError, check_folder, first_line
+from topr.io import InputError, check_folder, first_line, lock
 from topr.losses import Loss, advantage_share, positives, silent_groups
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
 from topr.sampling import Sampling
@@ -103,6 +103,8 @@ class TrajectoryDataModule(LightningDataModule):
                 check_prompts(self.policy, self.task, self.read_problems(split), self.sampling)
             if command == "predict":
                 check_folder("data.out:", str(self.out))
+                if self.trainer.is_global_zero:
+                    lock(str(self.out))
                 self.sampling_job.missing_parts(Path(str(self.out)))
             if stage == "fit":
                 self._prepare_training()

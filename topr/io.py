@@ -1,6 +1,7 @@
 """One-sentence errors, exit codes, argument parsing, atomic writes: what every command shares."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -10,9 +11,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import jsonargparse
+
+LOCKS: list[IO] = []  # open files, see `lock`
 
 
 class InputError(ValueError):
@@ -134,6 +137,20 @@ def atomic(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         remove(temporary)
+
+
+def lock(folder: str | Path) -> None:
+    """Keep other processes out of a folder until this one ends, however it ends. Raises an InputError if another one,
+    perhaps on another node, is writing there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 - closing it would end the lock
+    LOCKS.append(file)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by loader processes
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # otherwise the file system has no locks
+            message = f"another process is writing to {folder}"
+            raise InputError(f"{message}; wait for it, end it, or name another place") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

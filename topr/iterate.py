@@ -24,7 +24,7 @@ from topr.distributed import die_with_parent
 from topr.evaluation import group_by_problem, per_problem, summarise
 from topr.evaluation.pipeline import read_parts
 from topr.evaluation.report import cell, write_report
-from topr.io import ArgumentParser, InputError, check_folder, command, write_text
+from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way
 from topr.trajectories.curate import curate as write_curated
@@ -120,6 +120,7 @@ def iterate(
     curation = Curation(curate, **selection)
     out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
     check_folder("--out", out)
+    lock(out)
     own = {"--iterations": iterations, "--seed": seed, "--curate": curate, "--pool": pool}
     own |= {f"--{name}": value for name, value in selection.items()}
     check_settings(out, own | pd.json_normalize(config).to_dict("records")[0])  # by dotted key
