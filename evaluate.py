@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation import SamplingJob, check_prompts, explain_out_of_memory, per_problem, summarise
-from topr.evaluation.pipeline import BENCHMARKS, read_parts
+from topr.evaluation.pipeline import BENCHMARKS, find_benchmark, read_parts
 from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
@@ -59,12 +59,14 @@ def evaluate(
     jobs = {}
     for one, argument in product(policy, benchmark):
         name, _, file = argument.partition("=")
-        if name not in BENCHMARKS:
-            raise InputError(f"--benchmark {name!r} is unknown; choose from {', '.join(BENCHMARKS)}, optionally =FILE")
+        task, default, judge = find_benchmark(name)
+        if not (source := file or default):
+            raise InputError(f"--benchmark {name} has no problems of its own; give a file of them: {name}=FILE")
+        if verifier and judge is None:
+            raise InputError(f"--benchmark {name} has no verifier; leave --verifier out")
         if (one, name) in jobs:
             raise InputError(f"the policy {one} on the benchmark {name} is asked for twice; give each name once")
-        task, default, _ = BENCHMARKS[name]
-        problems, parameters = task.problems(file or default), replace(task.sampling, **sampling)
+        problems, parameters = task.problems(source), replace(task.sampling, **sampling)
         check_prompts(one, task, problems, parameters)
         jobs[one, name] = SamplingJob(one, task, problems, samples, parameters, seed, precision)
     if verifier:
@@ -96,7 +98,7 @@ def evaluate(
         return read_parts(folder)
 
     def weights(name: str, verifier: str, candidates: list[Trajectory]) -> list[float]:
-        task = BENCHMARKS[name][2]
+        task: Any = find_benchmark(name)[2]
         longest = sampling.get("max_new_tokens", task.sampling.max_new_tokens)
         problems, parameters = task.candidates(candidates), replace(task.sampling, max_new_tokens=longest)
         check_prompts(verifier, task, problems, parameters)
@@ -128,7 +130,7 @@ def main() -> None:
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    about = f"{', '.join(BENCHMARKS)}; FILE, or a hub data set, replaces its problems"
+    about = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE, or a hub data set, replaces its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=about)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")

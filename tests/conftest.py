@@ -172,8 +172,8 @@ def observe_microbatches(patch, observe) -> None:
 
 
 def listing(folder: Path) -> dict[str, tuple]:
-    """The files under a folder, links not followed."""
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    """The files under a folder but locks, links not followed."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() and path.name != ".lock"]
     return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in files}
 
 

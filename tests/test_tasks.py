@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write
 
+import evaluate
 import train
 from data.arithmetic.make import main
 from topr.io import InputError
@@ -143,22 +144,44 @@ def test_too_few_problems_are_refused():
         task.distinct("val", 100, np.random.default_rng(0))
 
 
-def test_the_readme_s_own_task_runs(run, policy, monkeypatch):
+def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, monkeypatch):
     snippet = re.search(r"```python\n(# my_task.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     assert len([line for line in snippet.splitlines() if line]) <= 15
     (run.folder / "my_task.py").write_text(snippet)
     monkeypatch.syspath_prepend(run.folder)
-    (run.folder / "mine.jsonl").write_text('{"prompt": "17", "gold": "odd"}\n{"prompt": "8", "gold": "even"}\n')
-    code, _, err = run(
-        train.main, "predict", "--config", ROOT / "configs" / "gsm8k.yaml", "--model.task=my_task.Parity",
-        "--trainer.precision=32-true",
-        f"--model.policy={policy}", "--data.problems=mine.jsonl", "--data.out=out", "--data.samples=2",
-        "--data.sampling.max_new_tokens=4", "--trainer.enable_progress_bar=false",
-    )  # fmt: skip
-    assert code == 0, err
+    problems = run.folder / "mine.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(4)))
+    common = [
+        "--config", ROOT / "configs" / "arithmetic.yaml", "--model.task=my_task.Parity", f"--model.policy={policy}",
+        "--data.samples=8", "--trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+    code, out, err = run(train.main, "predict", *common, f"--data.problems={problems}", "--data.out=out")
+    assert code == 0 and re.search(r"32 trajectories are under out: mean reward \S+, \S+% invalid, \S+% trunc", out), (
+        err
+    )
     rows = read_trajectories(run.folder / "out" / "part-00000.parquet")
-    assert [row.prompt for row in rows[::2]] == ["Is 17 odd or even? Answer:", "Is 8 odd or even? Answer:"]
-    assert all((row.reward, row.valid) == (-1, False) for row in rows)  # digits are all that this policy can say
+    rows[0].reward, rows[1].reward = 1.0, -1.0  # whatever the random policy said
+    write(run.folder / "train.parquet", policy, rows)
+    more = [f"--data.val={problems}", f"--data.test={problems}", "--data.train=train.parquet"]
+    with pytest.warns(UserWarning, match="an epoch has 1 updates: lower data.batch_size, now 64"):
+        code, out, err = run(train.main, "fit", *common, *more)
+    assert code == 0, err
+    name, evaluated = f"my_task.Parity={problems}", ["--policy", "runs/arithmetic/version_0/policy", "--samples", "2"]
+    code, out, err = run(evaluate.main, "--benchmark", name, *evaluated)
+    assert code == 0 and "my_task.Parity" in out, err
+    for wrong, words in {"my_task.Parity": "has no problems of its own", "my_task.Odd": "no attribute 'Odd'"}.items():
+        code, _, err = run(evaluate.main, "--benchmark", wrong, *evaluated)
+        assert code == 2 and words in err
     import my_task
 
-    assert my_task.Parity().grade("It is even. No: odd", "odd") == Grade(1.0, True, "odd")
+    assert my_task.Parity().grade("1+2=3;#4", "7") == Grade(-1.0, True, "0")
+
+
+def test_a_prediction_without_a_valid_response_is_warned_about(run, policy):
+    (run.folder / "problems.jsonl").write_text('{"prompt": "1+1>", "gold": "2"}\n')
+    config = ["--config", ROOT / "configs" / "gsm8k.yaml", "--trainer.precision=32-true", "--data.samples=2"]
+    more = [f"--model.policy={policy}", "--data.problems=problems.jsonl", "--data.out=out", "--data.samples=2"]
+    more += ["--model.task=topr.tasks.Arithmetic", "--data.sampling.max_new_tokens=1", "--trainer.accelerator=cpu"]
+    with pytest.warns(UserWarning, match="every response is invalid"):
+        code, out, err = run(train.main, "predict", *config, *more)
+    assert code == 0 and "100.0% invalid" in out, err

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from topr.batching import MicroBatches, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
 from topr.distributed import same_error_on_all_ranks
@@ -123,6 +123,8 @@ class TrajectoryDataModule(LightningDataModule):
             self.trainer.limit_val_batches = 0
         about = {"mean_reward": self.reward.mean(), **self.shares(), "updates_an_epoch": len(self.plan(0))}
         about["groups_without_gradient"] = silent_groups(self.advantage(0), self.group)
+        if len(self.plan(0)) < 10:
+            rank_zero_warn(f"an epoch has {len(self.plan(0))} updates: lower data.batch_size, now {self.batch_size}")
         figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items())
         rank_zero_info(f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}")
 

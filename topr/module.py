@@ -113,11 +113,13 @@ class PolicyModule(LightningModule):
             policy.model.activation_checkpointing_enable(settings)
 
     def configure_optimizers(self) -> Any:
+        key = "optimizer"
         try:
             optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+            key = "lr_scheduler"
             scheduler = self.lr_scheduler and self.lr_scheduler(optimizer)
         except (TypeError, ValueError) as error:
-            raise InputError(f"model.optimizer or model.lr_scheduler does not take its arguments: {error}") from error
+            raise InputError(f"model.{key} does not take its arguments: {error}") from error
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler else []
 
     def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 
 from topr.callbacks.monitor import Monitor
 from topr.distributed import Preempted, gather, stop_requested
@@ -121,8 +122,12 @@ class Evaluate(Callback):
     def on_predict_end(self, trainer: Any, module: Any) -> None:
         folder = Path(trainer.datamodule.out)
         gather(None)  # until every rank has written its files
-        rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
-        module.print(f"{rows} trajectories are under {folder}.")
+        rows = pq.read_table(sorted(folder.glob("*.parquet")), columns=["reward", "valid", "finished"]).to_pandas()
+        invalid, truncated = (rows["valid"] == False).mean(), (~rows["finished"]).mean()  # noqa: E712
+        shares = f"mean reward {rows['reward'].mean():.3g}, {invalid:.1%} invalid, {truncated:.1%} truncated"
+        module.print(f"{len(rows)} trajectories are under {folder}: {shares}.")
+        if invalid == 1:
+            rank_zero_warn("every response is invalid: check the prompt, data.sampling and the task's grade")
 
 
 class ExportPolicy(Callback):

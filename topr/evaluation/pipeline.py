@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ BENCHMARKS: dict[str, tuple[Task, str, Verifier]] = {
     "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
     "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
 }
+
+
+def find_benchmark(name: str) -> tuple[Task, str | None, Verifier | None]:
+    """Task, default problems and verifier of a benchmark: one of `BENCHMARKS`, or a user's task by its class path."""
+    if name in BENCHMARKS:
+        return BENCHMARKS[name]
+    module, _, kind = name.rpartition(".")
+    try:
+        return getattr(import_module(module), kind)(), None, None
+    except (ImportError, AttributeError, ValueError) as error:
+        known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
+        raise InputError(f"--benchmark {name!r} is unknown ({error}); {known}") from error
 
 
 def sample_and_grade(
