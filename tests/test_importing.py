@@ -1,7 +1,10 @@
 """Import of users' files: formats, end tokens, what is left out, what is rejected."""
 
+import gzip
 import json
 import math
+import os
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -230,6 +233,36 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     assert [t.response for t in trajectories] == ["111"]
     rejected(run, "no row fits into 4 tokens", "import", "a.jsonl", f"--policy={policy}", "--out=b.parquet",
              "--microbatch-tokens=4", main=main)  # fmt: skip
+
+
+def test_several_files_are_imported_as_one(run, tmp_path, chat):
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(6)]
+    whole, _ = imported(run, chat, rows)
+    jsonl(tmp_path / "b-2.jsonl", rows[2:3])
+    (tmp_path / "b-1.json.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[:2])).encode()))
+    pq.write_table(pa.Table.from_pylist(rows[3:5]), tmp_path / "c.parquet")
+    with pa.output_stream(tmp_path / "d.jsonl.zst", compression="zstd") as file:
+        file.write(json.dumps(rows[5]).encode())
+    files = ["b-*", "c.parquet", "d.jsonl.zst"]
+    options = [f"--policy={chat}", "--out=all.parquet"]
+    assert run(main, "import", *files, *options)[0] == 0
+    parts = read_trajectories(tmp_path / "all.parquet")
+    assert [t.response_ids for t in parts] == [t.response_ids for t in whole] and [t.prompt for t in parts] == [
+        t.prompt for t in whole
+    ]
+    rejected(run, "import names c.parquet twice", "import", *files, "?.parquet", *options, main=main)
+    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
+    for missing in ("nowhere.jsonl.gz", "x*.jsonl"):
+        rejected(run, f"{missing} cannot be read", "import", *files, missing, *options, main=main)
+    jsonl(tmp_path / "e.jsonl", [PLAIN, PLAIN | {"reward": "1"}])
+    rejected(run, "e.jsonl, row 2: key 'reward'", "import", *files, "e.jsonl", *options, main=main)
+
+
+def test_a_pipe_is_read(run, tmp_path, chat):
+    os.mkfifo(tmp_path / "pipe")
+    line = json.dumps(PLAIN)
+    threading.Thread(target=lambda: (tmp_path / "pipe").write_text(line), daemon=True).start()
+    assert len(imported(run, chat, "pipe")[0]) == 1
 
 
 USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}

@@ -12,7 +12,7 @@ from jsonargparse.typing import NonNegativeInt
 from topr.io import ArgumentParser, InputError, check_folder, command, printable
 from topr.trajectories.curate import Curation, curate
 from topr.trajectories.file import METADATA_KEYS, SCHEMA, batches, read_metadata, resolve_files
-from topr.trajectories.importing import import_file
+from topr.trajectories.importing import import_files
 
 
 def report(files: list[str]) -> str:
@@ -60,8 +60,9 @@ def main() -> None:
     parser = ArgumentParser(prog="python -m topr.trajectories", description="Make, inspect, select trajectory files.")
     commands = parser.add_subcommands()
     converter = ArgumentParser(description="Tokenise responses that have rewards, and score log mu.")
-    converter.add_argument("source", type=str, help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
-    converter.add_function_arguments(import_file, as_group=False, skip={"source"})
+    rows = "JSON lines (.gz and .zst too), Parquet, or hub data sets owner/name[/config]:split; globs are welcome"
+    converter.add_argument("files", nargs="+", type=str, help=rows)
+    converter.add_function_arguments(import_files, as_group=False, skip={"files"})
     commands.add_subcommand("import", converter)
     inspector = ArgumentParser(description="Report on trajectory files and show samples.")
     inspector.add_argument("--samples", type=NonNegativeInt, default=1, help="trajectories to show of each sign")
@@ -75,7 +76,7 @@ def main() -> None:
     with command():
         args = parser.parse_args()
         options = args[args.subcommand]
-        files = [options.source] if args.subcommand == "import" else resolve_files(options.files, args.subcommand)
+        files = resolve_files(options.files, args.subcommand, rows=args.subcommand == "import")
         if args.subcommand == "inspect":
             print(report(files), *samples(files, options.samples), sep="\n\n")
             return
@@ -83,7 +84,7 @@ def main() -> None:
             raise InputError(f"--out {options.out} is a folder or one of the inputs; name a new Parquet file")
         check_folder("--out: the folder", Path(options.out).parent)
         if args.subcommand == "import":
-            left_out = import_file(**options.as_dict())
+            left_out = import_files(**options.as_dict() | {"files": files})
             print(f"{report([options.out])}\nwrote {options.out}; left out as too long: {left_out:,}")
         else:
             curation = Curation(options.way, options.budget, options.share, options.total, options.seed)

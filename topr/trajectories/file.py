@@ -149,11 +149,13 @@ def add_log_probs(policy: Any, trajectories: list[Trajectory], microbatch_tokens
         trajectory.ref_logprobs = log_probs.tolist()
 
 
-def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
-    """Parquet files of a path, a glob, a hub data set or a list of these entries, which errors call `key`."""
+def resolve_files(train: str | list[str], key: str = "data.train", rows: bool = False) -> list[str]:
+    """Parquet files (with `rows`, sources of `load_rows`) of paths, globs, hub data sets, which errors call `key`."""
     files: list[str] = []
     for entry in [train] if isinstance(train, str) else train:
         found = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry))
+        if not found and rows:
+            found = [entry]  # a hub data set, or load_rows reports it
         if not found and re.fullmatch(r"[\w.-]+/[\w-]+", entry):
             from huggingface_hub import snapshot_download
 

@@ -3,7 +3,6 @@
 import hashlib
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
@@ -27,10 +26,10 @@ DUMP = "dumps of OpenRLHF and verl do not mark responses that were cut off, and 
 Precision = Literal["32-true", "bf16-mixed"]
 
 
-def import_file(
-    source: str, policy: str, out: str | Path, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
+def import_files(
+    files: list[str], policy: str, out: str, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
 ) -> int:
-    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long. A
+    """Tokenise files in one of `FORMATS`, score log mu, and return how many responses were left out as too long. A
     text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
     token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
 
@@ -47,15 +46,17 @@ def import_file(
 
     empty, (vocabulary, context) = empty_policy(policy), vocabulary_and_context(policy)
     trajectories: list[Trajectory] = []
-    for number, row in enumerate(load_rows(source, {}, OPTIONAL), start=1):
-        try:
-            trajectories += _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
-        except InputError as error:
-            raise InputError(f"{source}, row {number}: {error}") from error
+    for file in files:
+        for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
+            try:
+                trajectories += _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
+            except InputError as error:
+                raise InputError(f"{file}, row {number}: {error}") from error
     limit = min(microbatch_tokens, context)
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
-        raise InputError(f"{source}: no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)")
+        names = ", ".join(files)
+        raise InputError(f"{names}: no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)")
     with own_device():
         model = load_policy(policy)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
