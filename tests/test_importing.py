@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import make_policy, rejected
+from conftest import ROOT, make_policy, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import train
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
@@ -93,6 +94,10 @@ CASES = {
         [{"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}],
         [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
     ),
+    "TRL implicit prompt, text": (
+        [{"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"}],
+        [("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1), ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1)],
+    ),
     "question beside conversations": (
         [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
@@ -123,6 +128,58 @@ def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
         start = len(t.prompt_ids) - 1
         scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
+
+
+DIALOGUES = [  # the prompt that TRL's extract_prompt finds, and what it leaves of chosen and rejected
+    ("\n\nHuman: 2+2?\n\nAssistant:", " 4", " five"),
+    ("\n\nHuman: 2+2?\n\nAssistant: the an", "swer", "ts"),  # inside a word
+    ("\n\nHuman: 2+2?\n\nAssistant: ", " 4", " five"),  # of two spaces, one
+    ("\n\nHuman: 2+2?\n\nAssistant: fou", "r", "r, not five"),  # one continues the other
+    ("\n\nHuman: 2+2?\n\nAssistant:", " ", " four"),  # a blank response
+    ("\n\nHuman: 2+2?\n\nAssistant", ": 4", ":"),  # no response
+    ("\n\nHuman: 2+", "2?\n\nAssistant: 4", "3?\n\nAssistant: 5"),  # different questions
+]
+
+
+def test_dialogues_are_split_where_trl_splits_them(run, chat):
+    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
+    trajectories, _ = imported(run, chat, rows)
+    expected = [(prompt, response) for prompt, *responses in DIALOGUES for response in responses]
+    assert [(t.prompt, t.response) for t in trajectories] == expected
+    assert [t.reward for t in trajectories] == [1, -1] * len(rows)
+    tokenizer = load_tokenizer(str(chat))
+    assert all(t.prompt_ids == expected_ids(tokenizer, t.prompt) for t in trajectories)
+
+
+def test_pairs_with_equal_responses_are_left_out_and_counted(run, chat):
+    equal = [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
+        {"prompt": "2+2=", "chosen": "", "rejected": ""},
+        {"prompt": "2+2=", "chosen": "4<eos>", "rejected": "4"},
+        {"chosen": "2+2=4", "rejected": "2+2=4"},
+        {"chosen": [ASK, SAY], "rejected": [ASK, SAY]},
+    ]
+    trajectories, out = imported(run, chat, [*equal, {"prompt": "2+2=", "chosen": "4", "rejected": ""}])
+    assert [(t.response, t.reward) for t in trajectories] == [("4", 1), ("", -1)]
+    assert "left out as too long: 0, as pairs of equal responses: 5" in out
+    jsonl(run.folder / "a.jsonl", equal)
+    rejected(run, "left out as pairs of equal responses: 5", "import", "a.jsonl", f"--policy={chat}", "--out=b.parquet",
+             main=main)  # fmt: skip
+
+
+def test_published_dialogues_train(run, chat):
+    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
+    (run.folder / "test.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    imported(run, chat, "test.jsonl.gz")
+    nothing = [f"--data.{name}=null" for name in ("val", "test", "problems")]
+    code, _, err = run(
+        train.main, "fit", "--config", ROOT / "configs" / "arithmetic.yaml", "--model.policy", chat, *nothing,
+        "--data.train=a.parquet", "--data.batch_size=7", "--trainer.enable_progress_bar=false",
+    )  # fmt: skip
+    assert code == 0, err
+    summary = json.loads((run.folder / "runs" / "arithmetic" / "version_0" / "summary.json").read_text())
+    assert (summary["steps"], summary["trajectories"]) == (2, 2 * len(rows))
+    assert summary["max_abs_log_ratio_at_start"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -219,7 +276,13 @@ def test_what_a_dump_loses_is_warned_about(run, chat, case, words, gold):
 
 
 def test_good_files_cause_no_warning(run, chat, recwarn):
-    for case in ("text", "conversation", "TRL implicit prompt", "question beside conversations"):
+    for case in (
+        "text",
+        "conversation",
+        "TRL implicit prompt",
+        "TRL implicit prompt, text",
+        "question beside conversations",
+    ):
         imported(run, chat, CASES[case][0])
     assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
@@ -304,6 +367,18 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
         {"rejected": [USER, WRONG]},
         "chosen and rejected must differ in their last message alone",
     ),
+    "no common prompt": (
+        {"chosen": "2+2=4", "rejected": "2+2=five"},
+        {"rejected": "five"},
+        "chosen and rejected have no common beginning to be the prompt; give the key prompt",
+    ),
+    "a space as prompt": (
+        {"chosen": "2 4", "rejected": "2 5"},
+        {"chosen": " 4", "rejected": " 5"},
+        "no common beginning",
+    ),
+    "an empty dialogue": ({"chosen": "2+2=4", "rejected": "2+2=5"}, {"rejected": ""}, "no common beginning"),
+    "text and messages": ({"chosen": "2=4", "rejected": "2=5"}, {"rejected": [ASK, WRONG]}, "key 'chosen' holds '2=4'"),
     "reward": (
         PLAIN,
         {"reward": "1"},
@@ -331,7 +406,7 @@ def test_a_malformed_entry_is_named(run, chat, name):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_corrected_entries_are_imported(run, chat):
     good = [entry for entry, _, _ in MALFORMED.values()]
-    assert len(imported(run, chat, good)[0]) == len(good) + 1  # a preference gives two
+    assert len(imported(run, chat, good)[0]) == len(good) + sum("chosen" in entry for entry in good)
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):

@@ -84,8 +84,9 @@ def main() -> None:
             raise InputError(f"--out {options.out} is a folder or one of the inputs; name a new Parquet file")
         check_folder("--out: the folder", Path(options.out).parent)
         if args.subcommand == "import":
-            left_out = import_files(**options.as_dict() | {"files": files})
-            print(f"{report([options.out])}\nwrote {options.out}; left out as too long: {left_out:,}")
+            too_long, equal = import_files(**options.as_dict() | {"files": files})
+            left_out = f"left out as too long: {too_long:,}, as pairs of equal responses: {equal:,}"
+            print(f"{report([options.out])}\nwrote {options.out}; {left_out}")
         else:
             curation = Curation(options.way, options.budget, options.share, options.total, options.seed)
             done = curate(files, options.out, curation, options.iteration)
