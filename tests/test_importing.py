@@ -4,14 +4,16 @@ import gzip
 import json
 import math
 import os
+import shutil
 import threading
+import warnings
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, make_policy, rejected
+from conftest import ROOT, clear_caches, make_policy, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -250,6 +252,7 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of its unknown tokens
 def test_import_takes_what_other_programs_write(run, tmp_path, policy):
     line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
     (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
@@ -326,6 +329,36 @@ def test_a_pipe_is_read(run, tmp_path, chat):
     line = json.dumps(PLAIN)
     threading.Thread(target=lambda: (tmp_path / "pipe").write_text(line), daemon=True).start()
     assert len(imported(run, chat, "pipe")[0]) == 1
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_unknown_tokens_are_reported_and_above_one_percent_warned_about(run, policy, unknown):
+    texts = ["1" * 49, "1" * (49 - unknown) + "é" * unknown]  # 100 tokens with the end tokens
+    rows = [{"prompt": "1>", "response": text, "reward": 1} for text in texts]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, out = imported(run, policy, rows)
+    messages = [str(w.message) for w in caught if w.category is UserWarning]
+    assert [message.split(";")[0] for message in messages] == (
+        ["2.0% of the response tokens are unknown to the tokenizer"] if unknown == 2 else []
+    )
+    line = f"unknown       {unknown}.0% of the response tokens"
+    assert line in out.splitlines()
+    run(main, "curate", "uniform", "a.parquet", "--budget=9", "--out=kept.parquet")
+    assert line in run(main, "inspect", "kept.parquet")[1].splitlines()
+
+
+@pytest.mark.parametrize("token", [None, "<eos>"])  # GPT-2's tokenizer has its end token as unknown token
+def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(run, tmp_path, chat, recwarn, token):
+    shutil.copytree(chat, tmp_path / "policy")
+    tokenizer = load_tokenizer(str(chat))
+    tokenizer.unk_token = token
+    tokenizer.save_pretrained(tmp_path / "policy")
+    clear_caches()
+    assert load_tokenizer(str(tmp_path / "policy")).unk_token_id == (None if token is None else EOS)
+    _, out = imported(run, tmp_path / "policy", [PLAIN])
+    assert "unknown       0.0% of the response tokens" in out.splitlines()
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
 
 
 USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}

@@ -64,11 +64,16 @@ def import_files(
     if not kept:
         message = f"no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)"
         raise InputError(f"{', '.join(files)}: {message}; left out as pairs of equal responses: {equal:,}")
+    unknown = {empty.tokenizer.unk_token_id} - {None, *empty.end_tokens}  # GPT-2's is its end token
+    tokens = [token for t in kept for token in t.response_ids]
+    if (share := sum(token in unknown for token in tokens) / len(tokens)) > 0.01:
+        message = f"{share:.1%} of the response tokens are unknown to the tokenizer"
+        warnings.warn(f"{message}; --policy must be the policy that sampled the responses", stacklevel=2)
     with own_device():
         model = load_policy(policy)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
-    write_trajectories(out, kept, provenance(policy, precision))
+    write_trajectories(out, kept, provenance(policy, precision, sampling={"unknown_tokens": sorted(unknown)}))
     return len(trajectories) - len(kept), equal
 
 
