@@ -1,17 +1,23 @@
 """Import of users' files: formats, end tokens, what is left out, what is rejected."""
 
+import gzip
 import json
 import math
+import os
+import shutil
+import threading
+import warnings
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import make_policy, rejected
+from conftest import ROOT, clear_caches, make_policy, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import train
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
@@ -90,6 +96,10 @@ CASES = {
         [{"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}],
         [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
     ),
+    "TRL implicit prompt, text": (
+        [{"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"}],
+        [("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1), ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1)],
+    ),
     "question beside conversations": (
         [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
@@ -120,6 +130,58 @@ def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
         start = len(t.prompt_ids) - 1
         scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
+
+
+DIALOGUES = [  # the prompt that TRL's extract_prompt finds, and what it leaves of chosen and rejected
+    ("\n\nHuman: 2+2?\n\nAssistant:", " 4", " five"),
+    ("\n\nHuman: 2+2?\n\nAssistant: the an", "swer", "ts"),  # inside a word
+    ("\n\nHuman: 2+2?\n\nAssistant: ", " 4", " five"),  # of two spaces, one
+    ("\n\nHuman: 2+2?\n\nAssistant: fou", "r", "r, not five"),  # one continues the other
+    ("\n\nHuman: 2+2?\n\nAssistant:", " ", " four"),  # a blank response
+    ("\n\nHuman: 2+2?\n\nAssistant", ": 4", ":"),  # no response
+    ("\n\nHuman: 2+", "2?\n\nAssistant: 4", "3?\n\nAssistant: 5"),  # different questions
+]
+
+
+def test_dialogues_are_split_where_trl_splits_them(run, chat):
+    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
+    trajectories, _ = imported(run, chat, rows)
+    expected = [(prompt, response) for prompt, *responses in DIALOGUES for response in responses]
+    assert [(t.prompt, t.response) for t in trajectories] == expected
+    assert [t.reward for t in trajectories] == [1, -1] * len(rows)
+    tokenizer = load_tokenizer(str(chat))
+    assert all(t.prompt_ids == expected_ids(tokenizer, t.prompt) for t in trajectories)
+
+
+def test_pairs_with_equal_responses_are_left_out_and_counted(run, chat):
+    equal = [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
+        {"prompt": "2+2=", "chosen": "", "rejected": ""},
+        {"prompt": "2+2=", "chosen": "4<eos>", "rejected": "4"},
+        {"chosen": "2+2=4", "rejected": "2+2=4"},
+        {"chosen": [ASK, SAY], "rejected": [ASK, SAY]},
+    ]
+    trajectories, out = imported(run, chat, [*equal, {"prompt": "2+2=", "chosen": "4", "rejected": ""}])
+    assert [(t.response, t.reward) for t in trajectories] == [("4", 1), ("", -1)]
+    assert "left out as too long: 0, as pairs of equal responses: 5" in out
+    jsonl(run.folder / "a.jsonl", equal)
+    rejected(run, "left out as pairs of equal responses: 5", "import", "a.jsonl", f"--policy={chat}", "--out=b.parquet",
+             main=main)  # fmt: skip
+
+
+def test_published_dialogues_train(run, chat):
+    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
+    (run.folder / "test.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    imported(run, chat, "test.jsonl.gz")
+    nothing = [f"--data.{name}=null" for name in ("val", "test", "problems")]
+    code, _, err = run(
+        train.main, "fit", "--config", ROOT / "configs" / "arithmetic.yaml", "--model.policy", chat, *nothing,
+        "--data.train=a.parquet", "--data.batch_size=7", "--trainer.enable_progress_bar=false",
+    )  # fmt: skip
+    assert code == 0, err
+    summary = json.loads((run.folder / "runs" / "arithmetic" / "version_0" / "summary.json").read_text())
+    assert (summary["steps"], summary["trajectories"]) == (2, 2 * len(rows))
+    assert summary["max_abs_log_ratio_at_start"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -190,6 +252,7 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of its unknown tokens
 def test_import_takes_what_other_programs_write(run, tmp_path, policy):
     line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
     (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
@@ -216,7 +279,13 @@ def test_what_a_dump_loses_is_warned_about(run, chat, case, words, gold):
 
 
 def test_good_files_cause_no_warning(run, chat, recwarn):
-    for case in ("text", "conversation", "TRL implicit prompt", "question beside conversations"):
+    for case in (
+        "text",
+        "conversation",
+        "TRL implicit prompt",
+        "TRL implicit prompt, text",
+        "question beside conversations",
+    ):
         imported(run, chat, CASES[case][0])
     assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
@@ -230,6 +299,66 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     assert [t.response for t in trajectories] == ["111"]
     rejected(run, "no row fits into 4 tokens", "import", "a.jsonl", f"--policy={policy}", "--out=b.parquet",
              "--microbatch-tokens=4", main=main)  # fmt: skip
+
+
+def test_several_files_are_imported_as_one(run, tmp_path, chat):
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(6)]
+    whole, _ = imported(run, chat, rows)
+    jsonl(tmp_path / "b-2.jsonl", rows[2:3])
+    (tmp_path / "b-1.json.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[:2])).encode()))
+    pq.write_table(pa.Table.from_pylist(rows[3:5]), tmp_path / "c.parquet")
+    with pa.output_stream(tmp_path / "d.jsonl.zst", compression="zstd") as file:
+        file.write(json.dumps(rows[5]).encode())
+    files = ["b-*", "c.parquet", "d.jsonl.zst"]
+    options = [f"--policy={chat}", "--out=all.parquet"]
+    assert run(main, "import", *files, *options)[0] == 0
+    parts = read_trajectories(tmp_path / "all.parquet")
+    assert [t.response_ids for t in parts] == [t.response_ids for t in whole] and [t.prompt for t in parts] == [
+        t.prompt for t in whole
+    ]
+    rejected(run, "import names c.parquet twice", "import", *files, "?.parquet", *options, main=main)
+    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
+    for missing in ("nowhere.jsonl.gz", "x*.jsonl"):
+        rejected(run, f"{missing} cannot be read", "import", *files, missing, *options, main=main)
+    jsonl(tmp_path / "e.jsonl", [PLAIN, PLAIN | {"reward": "1"}])
+    rejected(run, "e.jsonl, row 2: key 'reward'", "import", *files, "e.jsonl", *options, main=main)
+
+
+def test_a_pipe_is_read(run, tmp_path, chat):
+    os.mkfifo(tmp_path / "pipe")
+    line = json.dumps(PLAIN)
+    threading.Thread(target=lambda: (tmp_path / "pipe").write_text(line), daemon=True).start()
+    assert len(imported(run, chat, "pipe")[0]) == 1
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_unknown_tokens_are_reported_and_above_one_percent_warned_about(run, policy, unknown):
+    texts = ["1" * 49, "1" * (49 - unknown) + "é" * unknown]  # 100 tokens with the end tokens
+    rows = [{"prompt": "1>", "response": text, "reward": 1} for text in texts]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, out = imported(run, policy, rows)
+    messages = [str(w.message) for w in caught if w.category is UserWarning]
+    assert [message.split(";")[0] for message in messages] == (
+        ["2.0% of the response tokens are unknown to the tokenizer"] if unknown == 2 else []
+    )
+    line = f"unknown       {unknown}.0% of the response tokens"
+    assert line in out.splitlines()
+    run(main, "curate", "uniform", "a.parquet", "--budget=9", "--out=kept.parquet")
+    assert line in run(main, "inspect", "kept.parquet")[1].splitlines()
+
+
+@pytest.mark.parametrize("token", [None, "<eos>"])  # GPT-2's tokenizer has its end token as unknown token
+def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(run, tmp_path, chat, recwarn, token):
+    shutil.copytree(chat, tmp_path / "policy")
+    tokenizer = load_tokenizer(str(chat))
+    tokenizer.unk_token = token
+    tokenizer.save_pretrained(tmp_path / "policy")
+    clear_caches()
+    assert load_tokenizer(str(tmp_path / "policy")).unk_token_id == (None if token is None else EOS)
+    _, out = imported(run, tmp_path / "policy", [PLAIN])
+    assert "unknown       0.0% of the response tokens" in out.splitlines()
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
 
 
 USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -271,6 +400,18 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
         {"rejected": [USER, WRONG]},
         "chosen and rejected must differ in their last message alone",
     ),
+    "no common prompt": (
+        {"chosen": "2+2=4", "rejected": "2+2=five"},
+        {"rejected": "five"},
+        "chosen and rejected have no common beginning to be the prompt; give the key prompt",
+    ),
+    "a space as prompt": (
+        {"chosen": "2 4", "rejected": "2 5"},
+        {"chosen": " 4", "rejected": " 5"},
+        "no common beginning",
+    ),
+    "an empty dialogue": ({"chosen": "2+2=4", "rejected": "2+2=5"}, {"rejected": ""}, "no common beginning"),
+    "text and messages": ({"chosen": "2=4", "rejected": "2=5"}, {"rejected": [ASK, WRONG]}, "key 'chosen' holds '2=4'"),
     "reward": (
         PLAIN,
         {"reward": "1"},
@@ -298,7 +439,7 @@ def test_a_malformed_entry_is_named(run, chat, name):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_corrected_entries_are_imported(run, chat):
     good = [entry for entry, _, _ in MALFORMED.values()]
-    assert len(imported(run, chat, good)[0]) == len(good) + 1  # a preference gives two
+    assert len(imported(run, chat, good)[0]) == len(good) + sum("chosen" in entry for entry in good)
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):

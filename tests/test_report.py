@@ -48,6 +48,7 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
 def test_trajectories_without_verdicts_are_not_counted_as_invalid(tmp_path, policy):
     text = report([str(write(tmp_path / "a.parquet", policy, make_trajectories(policy)))])
     assert "invalid       not recorded" in text.splitlines()
+    assert "unknown       not recorded" in text.splitlines()
 
 
 def test_several_files_are_read_as_one(tmp_path, policy):
@@ -57,6 +58,15 @@ def test_several_files_are_read_as_one(tmp_path, policy):
     one, several = report([whole]), report(parts)
     assert several.replace("0 | 3 | 6", "1").replace("3 file(s)", "1 file(s)") == one != several
     assert list(samples(parts, 9)) == list(samples([whole], 9))
+
+
+def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
+    rows, files = example(policy), []
+    for i, sampling in enumerate(({"unknown_tokens": [3]}, {"unknown_tokens": []}, {})):
+        files.append(str(write(tmp_path / f"{i}.parquet", policy, rows, sampling=sampling)))
+    for part, fact in ((files[:1], "100.0% of the"), (files[1:2], "0.0% of the"), (files[:2], "50.0% of the")):
+        assert f"unknown       {fact} response tokens" in report(part).splitlines()
+    assert "unknown       not recorded" in report(files).splitlines()
 
 
 def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):

@@ -256,6 +256,22 @@ def test_rows_come_from_json_lines_and_parquet(tmp_path):
     assert load_rows(tmp_path / "a.parquet", REQUIRED, OPTIONAL) == rows
 
 
+@pytest.mark.parametrize(("suffix", "compression"), [("jsonl.gz", "gzip"), ("json.gz", "gzip"), ("jsonl.zst", "zstd")])
+def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, compression):
+    rows, path = [GOOD | {"id": i} for i in range(9)], tmp_path / f"a.{suffix}"
+    for part in (rows[:5], rows[5:]):  # a second member follows, as `cat a.gz b.gz` writes them
+        with pa.output_stream(tmp_path / "part", compression=compression) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in part).encode())
+        with path.open("ab") as file:
+            file.write((tmp_path / "part").read_bytes())
+    assert load_rows(path, REQUIRED, OPTIONAL) == rows
+    whole = path.read_bytes()
+    for bad in (whole[:-1], whole[: len(whole) // 4], json.dumps(GOOD).encode()):
+        path.write_bytes(bad)
+        with pytest.raises(InputError, match=f"a.{suffix} cannot be read"):
+            load_rows(path, REQUIRED, OPTIONAL)
+
+
 BAD_LINES = {
     "no JSON": (b"{", "cannot be read"),
     "cut off": (b'{"prompt": "1", "id"', "cannot be read"),

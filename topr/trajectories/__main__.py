@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt
@@ -12,7 +13,7 @@ from jsonargparse.typing import NonNegativeInt
 from topr.io import ArgumentParser, InputError, check_folder, command, printable
 from topr.trajectories.curate import Curation, curate
 from topr.trajectories.file import METADATA_KEYS, SCHEMA, batches, read_metadata, resolve_files
-from topr.trajectories.importing import import_file
+from topr.trajectories.importing import import_files
 
 
 def report(files: list[str]) -> str:
@@ -22,7 +23,10 @@ def report(files: list[str]) -> str:
     from topr.losses import advantage_share
 
     metadata = [read_metadata(file) for file in files]
-    rows = pd.concat([_numbers(table) for file in files for table in batches(file)], ignore_index=True)
+    unknown = [(entry["sampling"] or {}).get("unknown_tokens") for entry in metadata]
+    tables = (_numbers(t, tokens or []) for file, tokens in zip(files, unknown, strict=True) for t in batches(file))
+    rows = pd.concat(tables, ignore_index=True)
+    unknown_share = rows.pop("unknown").sum() / rows.response_tokens.sum()
     positive, cut, valid = rows.reward >= 0, ~rows.finished, rows.valid.dropna()
     rate, share = positive.groupby(rows.group).mean(), advantage_share(rows.reward.to_numpy())
     facts = {
@@ -32,17 +36,19 @@ def report(files: list[str]) -> str:
         "invalid": f"{1 - valid.mean():.1%} of {len(valid):,} graded" if len(valid) else "not recorded",
         "reward >= 0": f"{positive.mean():.1%}, effective share at baseline 0: {share:.1%}",
         "groups": f"{len(rate)}, {rate.between(0, 1, 'neither').sum()} with both signs, {rate.eq(0).sum()} negative",
+        "unknown": "not recorded" if None in unknown else f"{unknown_share:.1%} of the response tokens",
         "log mu": f"{rows.log_mu.sum() / rows.response_tokens.sum():.3f} per token",
     }
     table = rows.describe(percentiles=[0.5, 0.95]).T.drop(columns="count").to_string(float_format="{:,.4g}".format)
     return "\n".join([*(f"{key:<13} {fact}" for key, fact in facts.items()), "", table])
 
 
-def _numbers(table: pa.Table) -> Any:
+def _numbers(table: pa.Table, unknown_tokens: list[int]) -> Any:
     prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
     rows = table.select(["prompt_id", "group", "reward", "finished", "valid"]).to_pandas()
     log_mu = table["ref_logprobs"].to_pandas().map(lambda log_probs: log_probs.sum())
-    return rows.assign(prompt_tokens=prompt, response_tokens=response, log_mu=log_mu)
+    unknown = table["response_ids"].to_pandas().map(lambda ids: np.isin(ids, unknown_tokens).sum())
+    return rows.assign(prompt_tokens=prompt, response_tokens=response, log_mu=log_mu, unknown=unknown)
 
 
 def samples(files: list[str], count: int) -> Iterator[str]:
@@ -60,8 +66,9 @@ def main() -> None:
     parser = ArgumentParser(prog="python -m topr.trajectories", description="Make, inspect, select trajectory files.")
     commands = parser.add_subcommands()
     converter = ArgumentParser(description="Tokenise responses that have rewards, and score log mu.")
-    converter.add_argument("source", type=str, help="JSON lines, Parquet, or a hub data set owner/name[/config]:split")
-    converter.add_function_arguments(import_file, as_group=False, skip={"source"})
+    rows = "JSON lines (.gz and .zst too), Parquet, or hub data sets owner/name[/config]:split; globs are welcome"
+    converter.add_argument("files", nargs="+", type=str, help=rows)
+    converter.add_function_arguments(import_files, as_group=False, skip={"files"})
     commands.add_subcommand("import", converter)
     inspector = ArgumentParser(description="Report on trajectory files and show samples.")
     inspector.add_argument("--samples", type=NonNegativeInt, default=1, help="trajectories to show of each sign")
@@ -75,7 +82,7 @@ def main() -> None:
     with command():
         args = parser.parse_args()
         options = args[args.subcommand]
-        files = [options.source] if args.subcommand == "import" else resolve_files(options.files, args.subcommand)
+        files = resolve_files(options.files, args.subcommand, rows=args.subcommand == "import")
         if args.subcommand == "inspect":
             print(report(files), *samples(files, options.samples), sep="\n\n")
             return
@@ -83,8 +90,9 @@ def main() -> None:
             raise InputError(f"--out {options.out} is a folder or one of the inputs; name a new Parquet file")
         check_folder("--out: the folder", Path(options.out).parent)
         if args.subcommand == "import":
-            left_out = import_file(**options.as_dict())
-            print(f"{report([options.out])}\nwrote {options.out}; left out as too long: {left_out:,}")
+            too_long, equal = import_files(**options.as_dict() | {"files": files})
+            left_out = f"left out as too long: {too_long:,}, as pairs of equal responses: {equal:,}"
+            print(f"{report([options.out])}\nwrote {options.out}; {left_out}")
         else:
             curation = Curation(options.way, options.budget, options.share, options.total, options.seed)
             done = curate(files, options.out, curation, options.iteration)

@@ -1,6 +1,7 @@
 """The trajectory file: a frozen Parquet schema, validated when it is read, written atomically; rows of other files."""
 
 import glob
+import io
 import json
 import os
 import re
@@ -148,11 +149,13 @@ def add_log_probs(policy: Any, trajectories: list[Trajectory], microbatch_tokens
         trajectory.ref_logprobs = log_probs.tolist()
 
 
-def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
-    """Parquet files of a path, a glob, a hub data set or a list of these entries, which errors call `key`."""
+def resolve_files(train: str | list[str], key: str = "data.train", rows: bool = False) -> list[str]:
+    """Parquet files (with `rows`, sources of `load_rows`) of paths, globs, hub data sets, which errors call `key`."""
     files: list[str] = []
     for entry in [train] if isinstance(train, str) else train:
         found = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry))
+        if not found and rows:
+            found = [entry]  # a hub data set, or load_rows reports it
         if not found and re.fullmatch(r"[\w.-]+/[\w-]+", entry):
             from huggingface_hub import snapshot_download
 
@@ -168,7 +171,7 @@ def resolve_files(train: str | list[str], key: str = "data.train") -> list[str]:
 
 
 def load_rows(source: str | Path, required: Types, optional: Types | None = None) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines or Parquet file, or of a hub data set written `owner/name[/config]:split`.
+    """Rows of JSON lines (.gz and .zst too), Parquet, or a hub data set written `owner/name[/config]:split`.
     Optional keys may be absent or null. Raises InputError for a row that lacks a key or holds another type."""
     hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?:(\w+(?:\[.*\])?)", str(source))
     try:
@@ -179,10 +182,12 @@ def load_rows(source: str | Path, required: Types, optional: Types | None = None
         elif Path(source).suffix == ".parquet":
             rows = pq.read_table(source, page_checksum_verification=True).to_pylist()
         else:
-            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # a string may hold U+2028
+            compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(source).suffix)
+            stream = pa.input_stream(pa.py_buffer(Path(source).read_bytes()), compression)
+            lines = io.TextIOWrapper(stream, encoding="utf-8-sig").read().split("\n")  # a string may hold U+2028
             rows = json.loads("[" + ",\n".join(line for line in lines if line.strip()) + "]")
     except Exception as error:  # whatever a library raises for a network, a name or a damaged file
-        expected = "JSON lines in UTF-8, Parquet, or a hub data set owner/name[/config]:split"
+        expected = "JSON lines in UTF-8 (.gz and .zst too), Parquet, or a hub data set owner/name[/config]:split"
         raise InputError(f"{source} cannot be read ({first_line(error)}); give {expected}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):

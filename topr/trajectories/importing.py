@@ -1,9 +1,9 @@
 """Import of users' files into the trajectory format."""
 
 import hashlib
+import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 from topr.io import InputError
 from topr.trajectories.file import Trajectory, Types, add_log_probs, load_rows, write_trajectories
 
-FORMATS = [  # keys of the prompt (absent where the response is a conversation that starts with it), response, reward
+FORMATS = [  # keys of the prompt (absent where the responses start with it), response, reward
     ("prompt", "response", "reward"),
     ("messages", "reward"),
     ("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
@@ -27,12 +27,13 @@ DUMP = "dumps of OpenRLHF and verl do not mark responses that were cut off, and 
 Precision = Literal["32-true", "bf16-mixed"]
 
 
-def import_file(
-    source: str, policy: str, out: str | Path, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
-) -> int:
-    """Tokenise a file in one of `FORMATS`, score log mu, and return how many responses were left out as too long. A
-    text prompt gets special tokens, chat messages the tokenizer's template, a finished response (the default) an end
-    token unless it has one. Boolean rewards become +-1. Raises InputError for a bad row, or if all are too long.
+def import_files(
+    files: list[str], policy: str, out: str, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
+) -> tuple[int, int]:
+    """Tokenise files in one of `FORMATS` and score log mu; returns how many responses were left out as too long, and
+    how many pairs because their responses are equal. A text prompt gets special tokens, chat messages the tokenizer's
+    template, a finished response (the default) an end token unless it has one. Boolean rewards become +-1. Raises
+    InputError for a bad row, or if none is left.
 
     Args:
         policy: folder or hub name of the policy that sampled the responses
@@ -47,21 +48,33 @@ def import_file(
 
     empty, (vocabulary, context) = empty_policy(policy), vocabulary_and_context(policy)
     trajectories: list[Trajectory] = []
-    for number, row in enumerate(load_rows(source, {}, OPTIONAL), start=1):
-        try:
-            trajectories += _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
-        except InputError as error:
-            raise InputError(f"{source}, row {number}: {error}") from error
+    equal = 0
+    for file in files:
+        for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
+            try:
+                found = _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
+            except InputError as error:
+                raise InputError(f"{file}, row {number}: {error}") from error
+            if len(found) == 2 and found[0].response_ids == found[1].response_ids:
+                equal += 1
+            else:
+                trajectories += found
     limit = min(microbatch_tokens, context)
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
-        raise InputError(f"{source}: no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)")
+        message = f"no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)"
+        raise InputError(f"{', '.join(files)}: {message}; left out as pairs of equal responses: {equal:,}")
+    unknown = {empty.tokenizer.unk_token_id} - {None, *empty.end_tokens}  # GPT-2's is its end token
+    tokens = [token for t in kept for token in t.response_ids]
+    if (share := sum(token in unknown for token in tokens) / len(tokens)) > 0.01:
+        message = f"{share:.1%} of the response tokens are unknown to the tokenizer"
+        warnings.warn(f"{message}; --policy must be the policy that sampled the responses", stacklevel=2)
     with own_device():
         model = load_policy(policy)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
-    write_trajectories(out, kept, provenance(policy, precision))
-    return len(trajectories) - len(kept)
+    write_trajectories(out, kept, provenance(policy, precision, sampling={"unknown_tokens": sorted(unknown)}))
+    return len(trajectories) - len(kept), equal
 
 
 def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
@@ -98,6 +111,8 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str, flo
     """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1."""
     from topr.losses import LARGEST
 
+    if "prompt" not in row and all(isinstance(row.get(key), str) for key in ("chosen", "rejected")):
+        row = row | _split_dialogues(row["chosen"], row["rejected"])
     fits = [form for form in FORMATS if set(form) <= row.keys()]
     form = max(fits, key=len, default=())
     if not form or any(set(other) - set(form) for other in fits):
@@ -131,6 +146,17 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str, flo
             if prompt[-1]["role"] == "assistant":
                 raise InputError("the prompt ends in an assistant message; the response must answer another role")
         yield prompt, response, reward
+
+
+def _split_dialogues(chosen: str, rejected: str) -> dict[str, str]:
+    """Prompt and responses of two dialogues. The prompt is their common prefix, cut as `extract_prompt` of TRL
+    (trl/data_utils.py) does: without a space at its end; if one dialogue continues the other, without the last
+    character, so that no response is empty."""
+    end = len(os.path.commonprefix([chosen, rejected]))
+    end -= end == min(len(chosen), len(rejected)) or chosen[end - 1] == " "
+    if end < 1:
+        raise InputError("chosen and rejected have no common beginning to be the prompt; give the key prompt")
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
