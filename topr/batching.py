@@ -281,16 +281,3 @@ class TrainLoader:
         for batch in DataLoader(self.batches, batch_size=None, sampler=numbers, **own):
             self.consumed += 1
             yield batch
-
-
-class ProblemLoader:
-    """Not a DataLoader (Lightning would shard it again) and not a list (Lightning would take it as several loaders)."""
-
-    def __init__(self, batches: list[Any]):
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)

@@ -1,6 +1,7 @@
 """The LightningDataModule: memory-mapped trajectories in the order of the epoch plan, and problems to sample from."""
 
 import math
+from collections import UserList
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -15,7 +16,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from topr.batching import MicroBatches, ProblemLoader, TrainLoader, epoch_plan, microbatch_count
+from topr.batching import MicroBatches, TrainLoader, epoch_plan, microbatch_count
 from topr.distributed import same_error_on_all_ranks
 from topr.evaluation import SamplingJob, check_prompts
 from topr.io import InputError, check_folder, first_line, lock
@@ -26,6 +27,7 @@ from topr.tasks import Problem, Task
 from topr.trajectories import SCHEMA, read_metadata, validate
 from topr.trajectories.file import resolve_files
 
+ProblemBatches = UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
 NEEDED = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}  # by command
 
@@ -228,12 +230,12 @@ class TrajectoryDataModule(LightningDataModule):
         """This rank's problems of `val` or `test`; perhaps none, but every rank takes part in sampling."""
         return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
-    def val_dataloader(self) -> ProblemLoader:
+    def val_dataloader(self) -> ProblemBatches:
         """One batch: the problems of this rank."""
-        return ProblemLoader([self.own_problems("val")])
+        return ProblemBatches([self.own_problems("val")])
 
-    def test_dataloader(self) -> ProblemLoader:
-        return ProblemLoader([self.own_problems("test")])
+    def test_dataloader(self) -> ProblemBatches:
+        return ProblemBatches([self.own_problems("test")])
 
     @cached_property
     def sampling_job(self) -> SamplingJob:
@@ -241,13 +243,13 @@ class TrajectoryDataModule(LightningDataModule):
         problems, precision = self.read_problems("problems"), str(self.trainer.precision)
         return SamplingJob(self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision)
 
-    def predict_dataloader(self) -> ProblemLoader:
+    def predict_dataloader(self) -> ProblemBatches:
         """The files that this rank writes and their problems; no rank has fewer: sharded policies need each other."""
         missing = self.sampling_job.missing_parts(Path(str(self.out))) if self.trainer.is_global_zero else []
         missing = self.trainer.strategy.broadcast(missing)
         ranks = self.trainer.world_size
         missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)
-        return ProblemLoader(missing[self.trainer.global_rank :: ranks])
+        return ProblemBatches(missing[self.trainer.global_rank :: ranks])
 
     def locate(self, trajectory: np.ndarray) -> list[tuple[int, int]]:
         """The index of the training file that holds each trajectory, and the row in it."""
