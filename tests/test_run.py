@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, make_policy, make_trajectories, observe_microbatches, write
+from huggingface_hub import ModelCard
 from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import Linear
@@ -114,6 +115,11 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         assert (summary[when]["problems"], summary[when]["samples"]) == (5, 3)
     assert (summary["steps"], summary["trajectories"]) == (3, 23)
     assert summary["max_abs_log_ratio_at_start"] < 1e-4
+    card = ModelCard.load(folder / "policy" / "README.md")
+    assert card.data.base_model == str(policy) and "trained with TOPR" in card.text and "torch 2." in card.text
+    for when in ("before", "after"):
+        assert f"| {when} | {100 * summary[when]['pass@1']:.1f} [" in card.text
+    assert (folder / "config.yaml").read_text() in card.text
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
     weights = torch.load(next((folder / "checkpoints").glob("*.ckpt")), weights_only=True)["state_dict"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from topr.callbacks.monitor import Monitor
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import PerProblem, derived_seed, explain_out_of_memory, sample_and_grade, summarise
+from topr.evaluation.report import table
 from topr.io import write_text
 from topr.policy import export_policy
 from topr.policy.model import merge_adapter
@@ -134,7 +136,7 @@ class ExportPolicy(Callback):
     """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to the run's folder."""
 
     def __init__(self):
-        self.before: dict[str, float] | None = None
+        self.before: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}
@@ -148,8 +150,10 @@ class ExportPolicy(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         data, monitor = trainer.datamodule, find(trainer, Monitor)
-        summary = {"max_abs_log_ratio_at_start": monitor.max_abs_log_ratio}
-        summary |= {"before": self.before, "after": self._measure(trainer)} if data.test is not None else {}
+        summary: dict[str, Any] = {"max_abs_log_ratio_at_start": monitor.max_abs_log_ratio}
+        measured = {"before": self.before, "after": self._measure(trainer)} if data.test is not None else {}
+        count = {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
+        summary |= {when: {k: v["mean"] for k, v in found.items()} | count for when, found in measured.items() if found}
         summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
         tokens, seconds = monitor.speed.total
         summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
@@ -162,6 +166,7 @@ class ExportPolicy(Callback):
                 else:
                     export_policy(module.policy, folder / "adapter", weights)
                     export_policy(merge_adapter(module.policy.name, folder / "adapter"), folder / "policy")
+                write_text(folder / "policy" / "README.md", model_card(module, data, summary, measured, folder))
                 write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
             module.print(f"Policy and summary.json are in {folder}.")
         if "after" in summary:
@@ -170,14 +175,32 @@ class ExportPolicy(Callback):
             for when in ("before", "after"):
                 module.print(f"{when:10}" + "".join(f"{summary[when][name]:>10.3f}" for name in names))
 
-    def _measure(self, trainer: Any) -> dict[str, float] | None:
-        """Means of the metrics over the test problems, if there are any."""
+    def _measure(self, trainer: Any) -> dict[str, Any] | None:
+        """Metrics over the test problems, if there are any, each a mean with its interval."""
         data = trainer.datamodule
         if data.test is None:
             return None
         figures = find(trainer, Evaluate).measure(trainer, "test", data.own_problems("test"))
         means = {name.removeprefix("test/"): value for name, value in figures.items() if name.startswith("test/")}
-        return means | {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
+        ends = {name: [figures[f"test_interval/{name}_{end}"] for end in ("low", "high")] for name in means}
+        return {name: {"mean": value, "interval": ends[name]} for name, value in means.items()}
+
+
+def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[str, Any], folder: Path) -> str:
+    """README.md of an exported policy, in the format of the Hugging Face hub."""
+    from huggingface_hub import ModelCardData
+
+    known: dict[str, Any] = {"base_model": module.policy_name, "library_name": "transformers"}
+    head = ModelCardData(**known, pipeline_tag="text-generation", tags=["topr"]).to_yaml()
+    about = f"{summary['steps']} updates on {summary['trajectories']} trajectories of {', '.join(data.files)}"
+    text = f"---\n{head}\n---\n# {module.policy_name}, trained with {type(module.loss).__name__}\n\n{about}, "
+    text += "by Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
+    if measured:
+        counts = "{problems} problems, {samples} samples each".format(**summary["after"])
+        text += f"{table(measured)}\n{counts}; per cent (length: tokens), 95% bootstrap intervals over problems.\n\n"
+    text += ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "lightning")) + "\n"
+    config = folder / "config.yaml"
+    return text + (f"\n```yaml\n{config.read_text()}```\n" if config.exists() else "")
 
 
 def find(trainer: Any, kind: type) -> Any:
