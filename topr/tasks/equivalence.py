@@ -54,7 +54,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
         text = value
     if len(parts := _split(text, r"\cup")) > 1:
         return "union", parts
-    if len(parts := _split(text, ",", ";", r"\or")) > 1:
+    if len(parts := _split(text, ",", ";", r"\or", r"\\")) > 1:
         return "union" if r"\or" in text and SETS.search(text) else "list", parts
     if enclosed and tokens[0] in ("(", "[", "{", r"\{"):
         inside = "".join(tokens[1:-1])
