@@ -52,11 +52,11 @@ class MATH(Task):
         (answer, units), (right, right_units) = normal_form(box if len(box) <= 400 else ""), normal_form(gold)
         if not answer:
             return Grade(-1.0, False, None)
-        if units and right_units and not units & right_units:
+        if units and right_units and units != right_units:
             return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # no vote for the bare number
         radians = r"\frac{(%s)\cdot\pi}{180}"
-        one = radians % right if "degree" in right_units and r"\pi" in answer else right
-        other = radians % answer if "degree" in units and r"\pi" in right else answer
+        one = radians % right if "degree^1" in right_units and r"\pi" in answer else right
+        other = radians % answer if "degree^1" in units and r"\pi" in right else answer
         try:
             same = answer == right or (not tables().costly.search(answer) and judge.same(one, other))
         except TimeoutError:
@@ -114,15 +114,16 @@ def tables() -> SimpleNamespace:
         pattern, new = rule
         rule[:] = re.compile(pattern), new if isinstance(new, str) else lambda m, new=new: new.get(m[1], m[0])
     found.characters, found.units = str.maketrans(found.characters), [kind.split() for kind in found.units]
-    names = "|".join(name for kind in found.units for name in kind if name.isalpha() and len(name) > 1)
-    for name in ("unit", "says_more", "costly"):
+    found.kinds = {name: kind[0] for kind in found.units for name in kind}
+    names = "|".join(name for name in found.kinds if name.isalpha() and len(name) > 1)
+    for name in ("unit", "measure", "says_more", "costly"):
         setattr(found, name, re.compile("".join(getattr(found, name)).replace("NAMES", names)))
     return found
 
 
 def normal_form(text: str) -> tuple[str, frozenset[str]]:
     r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as `\text{…}` in lower
-    case, and the kinds of the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
+    case, and the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
     known = tables()
     text = text.translate(known.characters)
     for pattern, spelling in known.spelling:
@@ -155,5 +156,5 @@ def normal_form(text: str) -> tuple[str, frozenset[str]]:
         text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text)
     text = re.sub(r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<=\d)( ) *(?=\d)| ", r"\1\2", text)
     text = re.sub(r"^\{([^{}]*)\}$", r"\1", text)
-    units = set(re.findall(r"[a-z]+(?:\.m)?|\\circ|[¢$%]", " ".join(dropped).lower() + "%" * ("%" in text)))
-    return text, frozenset(kind[0] for kind in known.units if units & set(kind))
+    units = known.measure.findall(" ".join(dropped).lower() + "%" * ("%" in text))
+    return text, frozenset(f"{known.kinds[u]}^{'-' * bool(per)}{known.powers.get(b or a, a)}" for per, b, u, a in units)
