@@ -49,7 +49,8 @@ class MATH(Task):
         The answer is in normal form, a correct one in the gold's, so that they vote together.
         Formulas that are costly to compute are wrong; `valid` is None if the comparison failed."""
         box = last_box(after_thinking(response)) or ""
-        (answer, units), (right, right_units) = normal_form(box if len(box) <= 400 else ""), normal_form(gold)
+        right, right_units = normal_form(gold)
+        answer, units = normal_form(box if len(box) <= 400 else "", by_letter=right in tuple("ABCDEF"))
         if not answer:
             return Grade(-1.0, False, None)
         if units and right_units and units != right_units:
@@ -121,9 +122,10 @@ def tables() -> SimpleNamespace:
     return found
 
 
-def normal_form(text: str) -> tuple[str, frozenset[str]]:
+def normal_form(text: str, by_letter: bool = True) -> tuple[str, frozenset[str]]:
     r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as `\text{…}` in lower
-    case, and the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
+    case, and the units dropped from it, such as `s^-1`. Of a choice with its value, `(B) 5`, the letter or the value.
+    Nothing is computed: `equivalence.py` compares by mathematics."""
     known = tables()
     text = text.translate(known.characters)
     for pattern, spelling in known.spelling:
@@ -133,8 +135,8 @@ def normal_form(text: str) -> tuple[str, frozenset[str]]:
     long = words != text or re.search("[a-zA-Z]{4}", words)
     if words.lower() in known.numbers:
         return known.numbers[words.lower()], frozenset()
-    if choice := re.fullmatch(r"\(? *([a-zA-Z]) *[).:]*|\(([A-F])\) .*", words):  # (C), or (C) with what it says
-        return choice[1] or choice[2], frozenset()
+    if choice := re.fullmatch(r"\(? *([a-zA-Z]) *[).:]*|\(?([A-F])[):]+\.? +(?!.*\b[A-F][):]|[+*/=^,]|- )(.+)", words):
+        return (choice[1] or choice[2], frozenset()) if by_letter or choice[1] else normal_form(choice[3])
     if re.fullmatch(r"[A-Z](?:(?: *,| +and| +or)+ +[A-Z])+", words):  # several choices
         text = words
     elif long and re.fullmatch(r"(?!infinity)[a-zA-Z][a-zA-Z '.-]*", words):
