@@ -66,18 +66,21 @@ class MATH(Task):
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` that is not empty; None: no such box."""
-    last, answer, opened = -1, None, []
+    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` that is not empty; None: no such box. Boxes
+    joined by commas and a last "and" are one list."""
+    last, end, joined, answer, opened = -1, 0, "", None, []
     for found in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:(\{)|([-+]?[\w.,/]+))?|\\.|[{}]", text, re.DOTALL):
-        if found[2]:
-            last, answer = found.start(), found[2]
-        elif found[0] == "{" or found[1]:
+        start, content = found, found[2] or ""
+        if found[0] == "{" or found[1]:
             opened.append(found)
         elif found[0] == "}" and opened:
             start = opened.pop()
             content = text[start.end() : found.start()] if start[1] and start.start() > last else ""
-            if content.strip():
-                last, answer = start.start(), content
+        if content.strip():
+            joint = re.sub(r"\\text|[\s$*~{}()\[\]\\]", "", text[end : start.start()])
+            joined = f"{joined}, {content}" if joined and joint in (",", "and", ",and") else content
+            answer = joined if joint.endswith("and") else content
+            last, end = start.start(), found.end()
     return answer
 
 
