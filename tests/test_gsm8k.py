@@ -21,7 +21,10 @@ PLAIN = [
     "20% of 90 = 18", "3 times 6 = 18", "9 plus 9 = 18", "36 divided by 2 = 18", "6 groups of 3 = 18",
     "18 (9 + 9 = 18)",
     "$6 per hour x 3 hours = $18", "18 dollars, since 3 + 15 = 18 and 2 = 2", "18 because 20 - 2 = 18", "18 = 36/2",
-    "18!", "18;", "(18)", "18\n\nQuestion: what is 5?", "18. The rest is 5", "USD 18", "18-day", "18/day",
+    "18!", "18;", "(18)", "18\n\nQuestion: what is 5?", "18. The rest is 5", "USD 18", "18-day", "18/day", "18 cm^2",
+    "18, which is 50% more", "18, leaving 2", "18 = 20 - 2", "9 + 9 equals 18", "the total for 3 days is 18",
+    "9 + 9, which makes 18", "18 cats and dogs", "18 deviled egg halves", "18 students do not play", "18 (20 - 2)",
+    "18 miles in 3 hours", "$18 for 9 cups", "18 downloads in the three months", "½ of 36 = 18", "half of 36 = 18",
 ]  # fmt: skip
 OTHER = {
     "-5": "-5", "$-5": "-5", "-$5": "-5", "−5": "-5", "-0": "0", "0": "0", "+5": "5", "1,234": "1234",
@@ -32,6 +35,36 @@ UNREADABLE = [
     "", " ", "unknown", "eighteen", "unclear. I counted 18", "unclear\n18", "１８", "٣", "1٣", "18 or 20", "18 and 20",
     "18-20", "18 / 20", "3/4", "10:30", "5*3", "5 * 3", "5**3", "2^{3}", r"\frac{1}{2}", "1,23", "1,000,00", "1.234,5",
     "1e3", "x2", "10+John's age", "18½", "18\nThe answer is", "18. The answer is unclear",
+]  # fmt: skip
+
+
+CONTRASTS = [  # a text, its number, and a similar text that gives another number or, None, is invalid
+    ("320 + (2 * 60) = 440", "440", "320 + (2 * 60)", None),
+    ("$192 x 12 = \n$2,304", "2304", "$192 x 12\n$2,304", None),
+    ("90 + 80 + 150, which equals 320", "320", "90 + 80 + 150", None), ("5 * (3 + 1) = 20", "20", "5 x (3 + 1)", None),
+    ("7 + 1 =\n\n8", "8", "7 +\n\n8", None), ("20% of (50 + 30) = 16", "16", "20% of (50 + 30)", None),
+    ("x = 5", "5", "x = 5, y = 8", None), ("Ann is 5", "5", "Ann is 5, and Tom is 8", None),
+    ("$$\nx = 80\n$$", "80", "$$\nx\n$$\n80", None), ("\n\\[\n\\boxed{80}\n\\]", "80", "\n\\[\nx\n\\]\n80", None),
+    ("$$\n\\begin{aligned}\nx &= 5 + 3 \\\\\n&= 8\n\\end{aligned}\n$$", "8", "$$\nx &= 5 + 3\n$$", None),
+    ("10 thousand", "10000", "10 thousandths", None), ("5 million", "5000000", "5 million 2", None),
+    ("10k", "10000", "10 km", "10"), ("$1.5 Million", "1500000", "1.5 million and a half", None),
+    ("5 M", "5000000", "5 M&Ms", "5"), ("5 m", "5", "5m 3", None), ("3 dozen", "36", "3 dozens", "3"),
+    ("-2 hundred", "-200", "2 hundred 5", None), ("2.5 billion", "2500000000", "2.5 bins", "2.5"),
+    ("negative 5", "-5", "5 negative ones", "5"), ("minus $5", "-5", "5 minus one", None),
+    ("5 zeros", "5", "5 below zero", None), ("10", "10", "10 to 12", None), ("18", "18", "18–20", None),
+    ("18 – that is all", "18", "18 – 20", None), ("18 and that is all", "18", "18 and a half", None),
+    ("18 ft", "18", "18 ft and a half", None), ("3", "3", "3 and two thirds", None),
+    ("4 hours (240 minutes)", "4", "4 hours and 30 minutes", None),
+    ("4 hours", "4", "4 hours and thirty minutes", None), ("30 minutes", "30", "an hour and 30 minutes", None),
+    ("4 hours", "4", "4 hours, 30 minutes", None), ("6", "6", "6'2", None), ("10, not 12", "10", "not 10", None),
+    ("18 students do not play", "18", "isn't 18", None), ("10 more", "10", "more than 10", None),
+    ("18 as well", "18", "18 or so", None), ("18 for Ann", "18", "18 for Ann and 20 for Tom", None),
+    ("5", "5", "1 in 5", None), ("18 times", "18", "18 times two", None), ("18 square feet", "18", "18 squared", None),
+    ("18", "18", "a third of 18", None), ("\\approx 10", "10", "10 \\pm 2", None), ("≈ 10", "10", "≥ 10", None),
+    ("10 \\times 2 = 20", "20", "10 \\times 2", None), ("Rs. 80", "80", "No. I count 80", None),
+    ("rs.1,000", "1000", "Rs. 80 or Rs. 90", None), ("₹80", "80", "¥80 - ¥90", None),
+    ("approx. 80", "80", "unclear. 80", None), ("US$80", "80", "US$80 to US$90", None),
+    ("\\textbf{8}", "8", "\\textbf{8}9 8", None),
 ]  # fmt: skip
 
 
@@ -49,6 +82,12 @@ def test_another_number_is_valid_and_wrong(text):
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_what_is_no_single_number_is_invalid(text):
     assert GSM8K().grade(f"The answer is {text}", "18") == Grade(-1.0, False, None)
+
+
+@pytest.mark.parametrize(("text", "number", "other_text", "other"), CONTRASTS)
+def test_similar_texts_are_told_apart(text, number, other_text, other):
+    assert GSM8K().grade(f"The answer is {text}", number) == Grade(1.0, True, number)
+    assert GSM8K().grade(f"The answer is {other_text}", number) == Grade(-1.0, other is not None, other)
 
 
 def test_the_last_marker_counts_case_and_thoughts_matter():

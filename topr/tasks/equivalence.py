@@ -14,9 +14,11 @@ from itertools import accumulate
 
 MEMORY = 1 << 30  # bytes of address space; math-verify itself takes a quarter
 CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\begin": r"\end"}
-# x, x_1, f'(x), f^{-1}(x), (x,y)
-NAME = r"(?:\\?[a-zA-Z]+(?:_\{[^{}]*\}|\^\{-1\})?'?(?:\([^()]*\))?|\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)+\))"
+# x, x_1, f'(x), f^{-1}(x), (x,y), but not x(x-3)
+NAME = r"(?:(\\?[a-zA-Z]+)(?:_\{[^{}]*\}|\^\{-1\})?'?(?:\((?!\1\b)[^()]*\))?|\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)+\))"
 ORDER = r"<|>|\\(?:le|ge|ne)(?![a-zA-Z]) ?"
+LETTER = r"\\[a-zA-Z]+|[a-zA-Z](?:_\{[^{}]*\}|\([^()]*\))?"
+CONSTANT = r"\\(?:frac|sqrt|cdot|log|ln|pi|circ|[lr](?:floor|ceil|vert))(?![a-zA-Z])|(?<![a-zA-Z\\])[ei](?![a-zA-Z])"
 # signs of sets and matrices, which equal others that are written without the same brackets
 SETS = re.compile(rf"{ORDER}|\\(?:pm|cup|cap|setminus|backslash|mathbb|begin)(?![a-zA-Z])")
 
@@ -52,7 +54,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
         text = value
     if len(parts := _split(text, r"\cup")) > 1:
         return "union", parts
-    if len(parts := _split(text, ",", ";", r"\or")) > 1:
+    if len(parts := _split(text, ",", ";", r"\or", r"\\")) > 1:
         return "union" if r"\or" in text and SETS.search(text) else "list", parts
     if enclosed and tokens[0] in ("(", "[", "{", r"\{"):
         inside = "".join(tokens[1:-1])
@@ -84,11 +86,11 @@ def _same_atom(gold: str, answer: str) -> bool:
     both = gold + answer
     if "=" not in answer:
         gold = re.sub(rf"^{NAME}=(?!.*=)", "", gold)
-    elif "=" not in gold:  # 2+3=5 is 5, and so is x=5; but not 4+2=5, 2x=5, x-5=0
+    elif "=" not in gold:  # 2+3=5, x=5, and x+y=5 are 5; but not 4+2=5, x-3=5, 2x+y=5, x+y=0
         left, *_, value = answer.split("=")
-        letters = re.search("[a-zA-Z]", left)
-        unsolved = re.search(r"\d[a-z]", left) or (letters and value == "0")
-        return (re.fullmatch(NAME, left) or not unsolved) and (letters or same(gold, left)) and same(gold, value)
+        letters = set(re.findall(LETTER, re.sub(CONSTANT, "", left)))
+        asked = len(letters) > 1 and value != "0" and not re.search(r"\d[a-zA-Z(\\]|(?<!\{)[-+]\d", left)
+        return bool(re.fullmatch(NAME, left) or asked or (not letters and same(gold, left))) and same(gold, value)
     if r"\text" in both or re.search(r"\d:[0-5]\d(?!\d)", gold):  # words, or a time of day
         words = [re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(" ", "").lower() for text in (gold, answer)]
         return words[0].strip(".()").removesuffix("s") == words[1].strip(".()").removesuffix("s")

@@ -49,14 +49,15 @@ class MATH(Task):
         The answer is in normal form, a correct one in the gold's, so that they vote together.
         Formulas that are costly to compute are wrong; `valid` is None if the comparison failed."""
         box = last_box(after_thinking(response)) or ""
-        (answer, units), (right, right_units) = normal_form(box if len(box) <= 400 else ""), normal_form(gold)
+        right, right_units = normal_form(gold)
+        answer, units = normal_form(box if len(box) <= 400 else "", by_letter=right in tuple("ABCDEF"))
         if not answer:
             return Grade(-1.0, False, None)
-        if units and right_units and not units & right_units:
+        if units and right_units and units != right_units:
             return Grade(-1.0, True, f"{answer} {' '.join(sorted(units))}")  # no vote for the bare number
         radians = r"\frac{(%s)\cdot\pi}{180}"
-        one = radians % right if "degree" in right_units and r"\pi" in answer else right
-        other = radians % answer if "degree" in units and r"\pi" in right else answer
+        one = radians % right if "degree^1" in right_units and r"\pi" in answer else right
+        other = radians % answer if "degree^1" in units and r"\pi" in right else answer
         try:
             same = answer == right or (not tables().costly.search(answer) and judge.same(one, other))
         except TimeoutError:
@@ -65,18 +66,21 @@ class MATH(Task):
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` that is not empty; None: no such box."""
-    last, answer, opened = -1, None, []
+    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5` that is not empty; None: no such box. Boxes
+    joined by commas and a last "and" are one list."""
+    last, end, joined, answer, opened = -1, 0, "", None, []
     for found in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:(\{)|([-+]?[\w.,/]+))?|\\.|[{}]", text, re.DOTALL):
-        if found[2]:
-            last, answer = found.start(), found[2]
-        elif found[0] == "{" or found[1]:
+        start, content = found, found[2] or ""
+        if found[0] == "{" or found[1]:
             opened.append(found)
         elif found[0] == "}" and opened:
             start = opened.pop()
             content = text[start.end() : found.start()] if start[1] and start.start() > last else ""
-            if content.strip():
-                last, answer = start.start(), content
+        if content.strip():
+            joint = re.sub(r"\\text|[\s$*~{}()\[\]\\]", "", text[end : start.start()])
+            joined = f"{joined}, {content}" if joined and joint in (",", "and", ",and") else content
+            answer = joined if joint.endswith("and") else content
+            last, end = start.start(), found.end()
     return answer
 
 
@@ -114,15 +118,17 @@ def tables() -> SimpleNamespace:
         pattern, new = rule
         rule[:] = re.compile(pattern), new if isinstance(new, str) else lambda m, new=new: new.get(m[1], m[0])
     found.characters, found.units = str.maketrans(found.characters), [kind.split() for kind in found.units]
-    names = "|".join(name for kind in found.units for name in kind if name.isalpha() and len(name) > 1)
-    for name in ("unit", "says_more", "costly"):
+    found.kinds = {name: kind[0] for kind in found.units for name in kind}
+    names = "|".join(name for name in found.kinds if name.isalpha() and len(name) > 1)
+    for name in ("unit", "measure", "says_more", "costly"):
         setattr(found, name, re.compile("".join(getattr(found, name)).replace("NAMES", names)))
     return found
 
 
-def normal_form(text: str) -> tuple[str, frozenset[str]]:
+def normal_form(text: str, by_letter: bool = True) -> tuple[str, frozenset[str]]:
     r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as `\text{…}` in lower
-    case, and the kinds of the units dropped from it. Nothing is computed: `equivalence.py` compares by mathematics."""
+    case, and the units dropped from it, such as `s^-1`. Of a choice with its value, `(B) 5`, the letter or the value.
+    Nothing is computed: `equivalence.py` compares by mathematics."""
     known = tables()
     text = text.translate(known.characters)
     for pattern, spelling in known.spelling:
@@ -132,8 +138,8 @@ def normal_form(text: str) -> tuple[str, frozenset[str]]:
     long = words != text or re.search("[a-zA-Z]{4}", words)
     if words.lower() in known.numbers:
         return known.numbers[words.lower()], frozenset()
-    if choice := re.fullmatch(r"\(? *([a-zA-Z]) *[).:]*|\(([A-F])\) .*", words):  # (C), or (C) with what it says
-        return choice[1] or choice[2], frozenset()
+    if choice := re.fullmatch(r"\(? *([a-zA-Z]) *[).:]*|\(?([A-F])[):]+\.? +(?!.*\b[A-F][):]|[+*/=^,]|- )(.+)", words):
+        return (choice[1] or choice[2], frozenset()) if by_letter or choice[1] else normal_form(choice[3])
     if re.fullmatch(r"[A-Z](?:(?: *,| +and| +or)+ +[A-Z])+", words):  # several choices
         text = words
     elif long and re.fullmatch(r"(?!infinity)[a-zA-Z][a-zA-Z '.-]*", words):
@@ -155,5 +161,5 @@ def normal_form(text: str) -> tuple[str, frozenset[str]]:
         text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text)
     text = re.sub(r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<=\d)( ) *(?=\d)| ", r"\1\2", text)
     text = re.sub(r"^\{([^{}]*)\}$", r"\1", text)
-    units = set(re.findall(r"[a-z]+(?:\.m)?|\\circ|[¢$%]", " ".join(dropped).lower() + "%" * ("%" in text)))
-    return text, frozenset(kind[0] for kind in known.units if units & set(kind))
+    units = known.measure.findall(" ".join(dropped).lower() + "%" * ("%" in text))
+    return text, frozenset(f"{known.kinds[u]}^{'-' * bool(per)}{known.powers.get(b or a, a)}" for per, b, u, a in units)
