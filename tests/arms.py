@@ -163,7 +163,8 @@ def load(args: argparse.Namespace) -> None:
 
     data = trajectories(args, "*.parquet")
     data.trainer = SimpleNamespace(
-        world_size=1, global_rank=0, local_rank=0, current_epoch=0, state=SimpleNamespace(fn=TrainerFn.FITTING)
+        world_size=1, global_rank=0, local_rank=0, current_epoch=0, fast_dev_run=False,
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
     )  # fmt: skip
     data.prepare_data()
     lap("check_s")

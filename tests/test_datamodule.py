@@ -44,6 +44,7 @@ def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, *
         world_size=ranks,
         global_rank=rank,
         local_rank=rank,
+        fast_dev_run=False,
         current_epoch=0,
         max_epochs=epochs,
         max_steps=-1,

@@ -325,6 +325,7 @@ def test_two_ranks_in_one_process_make_the_gradient_of_one(shifted, tokens):
             )  # fmt: skip
             state = SimpleNamespace(fn=TrainerFn.FITTING)
             place = {"world_size": ranks, "global_rank": rank, "local_rank": rank, "current_epoch": 0}
+            place["fast_dev_run"] = False
             shares.trainer = model.trainer = SimpleNamespace(state=state, **place)
             shares.setup("fit")
             for number, batch in enumerate(shares.train_dataloader()):
