@@ -377,6 +377,20 @@ def test_two_ddp_ranks_make_the_update_of_one(run, shifted):
             np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
 
 
+def test_the_process_group_ends_before_the_interpreter(tmp_path):
+    """A thread of gloo that is still at work then ends the process by SIGABRT."""
+    code = """
+import atexit, sys
+import torch.distributed
+atexit.register(lambda: print("open" if torch.distributed.is_initialized() else "closed"))  # runs last
+import topr.distributed
+torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+"""
+    started = [sys.executable, "-c", code, f"file://{tmp_path}/store"]
+    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+
+
 def test_gradient_clipping_bounds_the_update(run, shifted):
     policy, data, trajectories = shifted
     folder = fit(

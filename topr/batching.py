@@ -52,10 +52,8 @@ class Tokens(NamedTuple):
         for start, end, first, last in self.trajectories:
             if responses[first] == 1:  # prompt and response are one sequence
                 spans.append((first, end, first, first))
-                continue
-            if start == last:
-                spans.append((first, last, first, first))
-            spans.append((start, end, first, last))
+            else:
+                spans += [(first, last, first, first)] * (start == last) + [(start, end, first, last)]
         return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":

@@ -1,5 +1,6 @@
 """Collectives for small Python objects and errors, and signals between the processes of a run."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -13,15 +14,13 @@ import torch
 
 from topr.io import InputError
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 stop_requested = threading.Event()  # set by a signal handler; training and sampling ask it at every update and token
 
 
 class Preempted(SystemExit):
     """The run was asked to stop; its exit code is that of a process ended by SIGTERM."""
 
-    def __init__(self):
-        super().__init__(128 + signal.SIGTERM)
+    code = 128 + signal.SIGTERM
 
 
 def end_with_parent() -> None:
@@ -33,7 +32,13 @@ def end_with_parent() -> None:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@atexit.register  # a thread of gloo that outlives the interpreter can abort the process (pytorch/pytorch#179291)
+def leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def rank() -> int:
@@ -60,7 +65,5 @@ def same_error_on_all_ranks() -> Iterator[None]:
     except InputError as found:
         error = found
     errors = [found for found in gather(error and str(error)) if found]
-    if errors and rank():
-        raise SystemExit(0)
     if errors:
-        raise type(error or InputError())(errors[0]) from error
+        raise (SystemExit(0) if rank() else type(error or InputError())(errors[0])) from error
