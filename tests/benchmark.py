@@ -102,8 +102,9 @@ def make_shards(folder: Path, count: int) -> None:
         for name, end in (("prompt_ids", "prompt"), ("response_ids", "response"), ("ref_logprobs", "response")):
             values = -rng.random(ends[end][-1]) if name == "ref_logprobs" else rng.integers(2, 512, ends[end][-1])
             made[name] = pa.ListArray.from_arrays(pa.array(ends[end], pa.int32()), values)
-        columns = [pa.array(made.get(field.name, [None] * len(row))).cast(field.type) for field in SCHEMA]
-        table = pa.Table.from_arrays(columns, schema=SCHEMA.with_metadata({"topr": known}))
+        schema = pa.schema([field for field in SCHEMA if field.name != "sampled"], {"topr": known})
+        columns = [pa.array(made.get(field.name, [None] * len(row))).cast(field.type) for field in schema]
+        table = pa.Table.from_arrays(columns, schema=schema)
         pq.write_table(table, folder / f"{start}.parquet", compression="zstd")
 
 

@@ -95,8 +95,11 @@ def make_policy(folder: Path, seed: int = 0, scale: float = 0.1, **changes) -> P
     return folder
 
 
-def make_trajectories(policy: Path, count: int = 23, seed: int = 0, shift: float = 0.0, group: int = 4):
-    """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size `shift`."""
+def make_trajectories(
+    policy: Path, count: int = 23, seed: int = 0, shift: float = 0.0, group: int = 4, turns: bool = False
+):
+    """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size `shift`. With
+    `turns`, most of them hold tokens that were not sampled, and neighbours often share a prompt."""
     rng = np.random.default_rng(seed)
     tokenizer, trajectories = load_tokenizer(str(policy)), []
     for i in range(count):
@@ -116,11 +119,17 @@ def make_trajectories(policy: Path, count: int = 23, seed: int = 0, shift: float
                 finished=finished,
             )
         )
+    for before, trajectory in zip(trajectories, trajectories[1:], strict=False) if turns else ():
+        if rng.random() < 0.5:
+            trajectory.prompt_ids, trajectory.prompt = before.prompt_ids, before.prompt
+        if rng.random() < 0.8:
+            trajectory.sampled = (rng.random(len(trajectory.response_ids)) < 0.5).tolist()
+            trajectory.sampled[rng.integers(len(trajectory.sampled))] = True
     trajectories[0].reward, trajectories[1].reward = 1.0, -1.0
     add_log_probs(load_policy(str(policy)), trajectories, 16384)
     for trajectory in trajectories:
         # one offset per trajectory, spread over its tokens: sequence ratios on both sides of every limit
-        offset = shift * rng.normal() / len(trajectory.response_ids)
+        offset = shift * rng.normal() / len(trajectory.ref_logprobs)
         trajectory.ref_logprobs = [min(value - offset, -1e-4) for value in trajectory.ref_logprobs]
     return trajectories
 

@@ -25,6 +25,7 @@ from topr.trajectories.__main__ import main
 EOS, BOS, END = 1, 2, 3
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}{% if m.name is defined %} {{ m.name }}{% endif %}]\n"
+    "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}"
     "{{ m['content'] }}<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -84,7 +85,11 @@ CASES = {
     "chat response": ([{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}], [([SYSTEM, ASK], "4", 1)]),
     "one message": ([{"prompt": [ASK], "response": SAY, "reward": False}], [([ASK], "4", -1)]),
     "text, chat response": ([{"prompt": "2+2=", "response": [SAY], "reward": 1}], [("2+2=", "4", 1)]),
-    "conversation": ([{"messages": [ASK, WRONG, ASK, SAY], "reward": -0.5}], [([ASK, WRONG, ASK], "4", -0.5)]),
+    "conversation": ([{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}], [([SYSTEM, ASK], "4", -0.5)]),
+    "turns before the prompt": (
+        [{"prompt": [ASK, WRONG, ASK], "response": "4", "reward": 1}],
+        [([ASK, WRONG, ASK], "4", 1)],
+    ),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
     "TRL unpaired chat": ([{"prompt": [ASK], "completion": [WRONG], "label": False}], [([ASK], "five", -1)]),
     "TRL paired": ([{"prompt": "2+2=", "chosen": "4", "rejected": "five"}], [("2+2=", "4", 1), ("2+2=", "five", -1)]),
@@ -362,6 +367,53 @@ def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(run, t
 
 
 USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+TOOL = {"role": "tool", "content": "4"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("call", [WRONG, CALL], ids=["text", "tool call"])
+def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(run, chat, call, finished):
+    """By the template's own text: what stands between `[assistant]` and `<end>`, and `<end>`, where it was sampled."""
+    messages = [ASK, call, TOOL, SAY, ASK, SAY]
+    (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
+    tokenizer = load_tokenizer(str(chat))
+    assert t.prompt_ids == expected_ids(tokenizer, [ASK])
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert t.prompt + t.response == whole
+    ids, sampled = np.array(t.response_ids), np.array(t.sampled)
+    parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)  # sampled and not, in turn
+    said = ["five<end>" if call is WRONG else "add(2, 2)<end>", "4<end>", "4<end>" if finished else "4"]
+    between = ["\n[tool]\n4<end>\n[assistant]\n", "\n[user]\n2+2?<end>\n[assistant]\n"]
+    assert [tokenizer.decode(part) for part in parts[::2]] == said and sampled[0]
+    assert [tokenizer.decode(part) for part in parts[1::2]] == between
+    assert t.finished == finished and len(t.ref_logprobs) == sampled.sum()
+    model = load_policy(str(chat)).model.double()
+    log_probs = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 :]
+    expected = [log_probs[i, token].item() for i, token in enumerate(ids) if sampled[i]]
+    np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-4)
+
+
+def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, chat, tmp_path):
+    shutil.copytree(chat, tmp_path / "policy")
+    rows = jsonl(run.folder / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
+    for change, words in (
+        (
+            ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"),
+            "writes earlier turns anew",
+        ),
+        (("<end>", ""), "without an end token"),
+        (("<end>", "<end>"), None),
+    ):
+        settings = json.loads((chat / "tokenizer_config.json").read_text())
+        settings["chat_template"] = TEMPLATE.replace(*change)
+        (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(*change))
+        clear_caches()
+        code, _, err = run(main, "import", rows, "--policy", tmp_path / "policy", "--out", "a.parquet")
+        assert (code, err) == (0, "") if words is None else code == 2 and words in err
+
+
 PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
 MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "row 2: the keys prompt, response are those of no formats; expected"),
@@ -382,7 +434,7 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
     "text as conversation": (CHAT, {"messages": "1"}, "key 'messages' holds '1', expected chat messages"),
     "no prompt": (CHAT, {"messages": [SAY]}, "key 'prompt' holds [], expected chat messages"),
     "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in the one assistant message"),
-    "two answers": (CHAT, {"messages": [ASK, SAY, SAY]}, "the prompt ends in an assistant message"),
+    "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt ends in an assistant message"),
     "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in the one assistant message"),
     "role": (
         CHAT,

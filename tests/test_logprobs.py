@@ -103,6 +103,24 @@ def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_tokens_that_were_not_sampled_are_context_alone(padded):
+    policy = make_policy_of("Llama").double()
+    if not padded:
+        check_forward(policy)
+    prompts, responses = sequences()
+    rng = np.random.default_rng(2)
+    sampled = [None, *((rng.random(len(ids)) < 0.5) | (np.arange(len(ids)) == 0) for ids in responses[1:])]
+    tokens = pack(prompts, responses, sampled)
+    kept = [np.full(len(ids), True) if mask is None else mask for ids, mask in zip(responses, sampled, strict=True)]
+    assert tokens.length_B.tolist() == tokens.lengths == [mask.sum() for mask in kept]
+    assert tokens.nominal == sum(map(len, prompts)) + sum(map(len, responses))
+    expected = torch.cat(policy(pack(prompts, responses))[0].split(list(map(len, responses))))
+    expected = expected[torch.from_numpy(np.concatenate(kept))]
+    assert len(expected) < sum(map(len, responses))
+    torch.testing.assert_close(policy(tokens)[0], expected, rtol=0, atol=1e-12)
+
+
 def test_a_model_that_ignores_the_window_in_its_config_is_padded():
     policy = make_policy_of("Llama")
     policy.model.config.sliding_window = 4

@@ -43,10 +43,10 @@ def test_the_columns_are_those_of_the_design():
     expected = {
         "prompt_id": text, "group": text, "prompt": text, "prompt_ids": ids, "response": text, "response_ids": ids,
         "ref_logprobs": pa.list_(pa.float32()), "reward": pa.float32(), "finished": pa.bool_(), "valid": pa.bool_(),
-        "answer": text, "gold": text,
+        "answer": text, "gold": text, "sampled": pa.list_(pa.bool_()),
     }  # fmt: skip
     assert SCHEMA.names == list(expected) and SCHEMA.types == list(expected.values())
-    assert {field.name for field in SCHEMA if field.nullable} == {"valid", "answer", "gold"}
+    assert {field.name for field in SCHEMA if field.nullable} == {"valid", "answer", "gold", "sampled"}
 
 
 def test_round_trip(tmp_path, policy):
@@ -57,7 +57,7 @@ def test_round_trip(tmp_path, policy):
     assert read_trajectories(path) == [
         Trajectory(**{**vars(row), "ref_logprobs": np.float32(row.ref_logprobs).tolist()}) for row in rows
     ]
-    assert pq.read_schema(path).remove_metadata() == SCHEMA
+    assert pq.read_schema(path).remove_metadata() == pa.schema(list(SCHEMA)[:-1])  # written for conversations only
     found = read_metadata(path)
     assert list(found) == ["schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration"]
     assert found["schema"] == 1 and {key: found[key] for key in metadata} == metadata
@@ -91,7 +91,8 @@ def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table
     write_tables(tmp_path / "large.parquet", tables, {})
     groups = pq.read_metadata(tmp_path / "large.parquet")
     assert {groups.row_group(i).num_rows for i in range(groups.num_row_groups - 1)} == {4096}
-    assert pa.concat_tables(batches(tmp_path / "large.parquet")).equals(pa.concat_tables(tables).cast(SCHEMA))
+    expected = pa.concat_tables(tables).append_column("sampled", pa.nulls(len(tables) * ROWS)).cast(SCHEMA)
+    assert pa.concat_tables(batches(tmp_path / "large.parquet")).equals(expected)
     write_tables(tmp_path / "large.parquet", [*tables, edit(table, "reward", 22, math.nan)], {})
     with pytest.raises(InputError, match=rf"row {len(tables) * ROWS + 22} \(prompt '5'\): the reward is NaN"):
         validate(tmp_path / "large.parquet", 20, 64)
@@ -122,6 +123,26 @@ def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
         with pytest.raises(InputError, match=rf"bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"):
             validate(tmp_path / "bad.parquet", 20, 64)
     validate(write_again(tmp_path, table), 20, 64)
+
+
+def test_marks_of_sampled_tokens_must_fit_the_response_and_its_log_probs(tmp_path, table):
+    responses = table["response_ids"].to_pylist()
+    marks = [
+        [i > 0 or len(ids) == 1 for i in range(len(ids))] if row % 2 else None for row, ids in enumerate(responses)
+    ]
+    scored = [[-0.5] * sum(mark or [True] * len(ids)) for mark, ids in zip(marks, responses, strict=True)]
+    scores = pa.array(scored, table["ref_logprobs"].type)
+    good = replace(table, "ref_logprobs", scores).append_column("sampled", pa.array(marks))
+    validate(write_again(tmp_path, good), 20, 64)
+    for value, words in (
+        (lambda old: old[1:], "sampled must mark each response token"),
+        (lambda old: [False] * len(old), "sampled must mark each response token"),
+        (lambda old: [*old[:-1], None], "sampled must mark each|ref_logprobs differ"),
+        (None, "ref_logprobs differ in length"),
+    ):
+        pq.write_table(edit(good, "sampled", 11, value), tmp_path / "bad.parquet")
+        with pytest.raises(InputError, match=rf"row 11 \(prompt '2'\): .*({words})"):
+            validate(tmp_path / "bad.parquet", 20, 64)
 
 
 def write_again(tmp_path, table):
@@ -177,7 +198,7 @@ def test_a_column_of_a_wrong_type_is_rejected(tmp_path, table, name):
 
 
 def test_columns_in_another_order_and_width_hold_the_same_trajectories(tmp_path, good, table):
-    mixed = table.select(SCHEMA.names[::-1]).append_column("more", pa.array(range(ROWS)))
+    mixed = table.select(table.column_names[::-1]).append_column("more", pa.array(range(ROWS)))
     for name, kind in (
         ("reward", pa.int64()),
         ("prompt_ids", pa.large_list(pa.int64())),

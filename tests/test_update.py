@@ -98,7 +98,8 @@ def assert_close_weights(one, other) -> None:
 
 
 def expected_gradient(policy, trajectories, limits) -> dict[str, torch.Tensor]:
-    """Sum over trajectories of A [pi/mu]_a^b grad log pi / T / B: the paper's equation, one forward each, float64."""
+    """Sum over trajectories of A [pi/mu]_a^b grad log pi / T / B: the paper's equation, one forward each, float64.
+    log pi is a sum over the T tokens that were sampled."""
     model = load_policy(str(policy)).model.double()
     a_plus, b_plus, a_minus, b_minus = limits
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -106,10 +107,11 @@ def expected_gradient(policy, trajectories, limits) -> dict[str, torch.Tensor]:
         ids = torch.tensor([t.prompt_ids + t.response_ids])
         log_probs = model(ids).logits[0].log_softmax(-1)
         start = len(t.prompt_ids) - 1
-        log_pi = sum(log_probs[start + i, token] for i, token in enumerate(t.response_ids))
+        sampled = t.sampled or [True] * len(t.response_ids)
+        log_pi = sum(log_probs[start + i, token] for i, token in enumerate(t.response_ids) if sampled[i])
         ratio = math.exp(log_pi.item() - np.float32(t.ref_logprobs).sum(dtype=np.float64))
         low, high = (a_plus, b_plus) if t.reward >= 0 else (a_minus, b_minus)
-        factor = t.reward * min(max(ratio, low), high) / len(t.response_ids) / len(trajectories)
+        factor = t.reward * min(max(ratio, low), high) / sum(sampled) / len(trajectories)
         for (name, _), gradient in zip(
             model.named_parameters(), torch.autograd.grad(log_pi, list(model.parameters())), strict=True
         ):
@@ -151,6 +153,25 @@ def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, m
     policy, data, trajectories = shifted
     folder = fit(run, policy, data, *sgd_step(loss, microbatch_tokens), f"--trainer.accelerator={accelerator}")
     expected = expected_gradient(policy, trajectories, LIMITS[loss])
+    for name, moved in movement(policy, folder).items():
+        error = (moved - 8.0 * expected[name]).norm() / (8.0 * expected[name]).norm()
+        assert error <= 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [50, 10_000])
+@pytest.mark.parametrize("groups", ["none", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_conversation_moves_the_policy_by_its_sampled_tokens_alone(run, microbatch_tokens, groups):
+    """From two files, one with and one without the column; neighbours share prompts."""
+    policy = make_policy(run.folder / "base")
+    trajectories = make_trajectories(policy, shift=2.0, turns=True)
+    one_turn, several = ([t for t in trajectories if (t.sampled is None) == single] for single in (True, False))
+    assert len(one_turn) > 2 and sum(False in t.sampled and True in t.sampled for t in several) > 9
+    (run.folder / "data").mkdir()
+    for name, rows in (("a", several), ("b", one_turn)):
+        write(run.folder / "data" / f"{name}.parquet", policy, rows, policy="another")
+    whole = f"--data.whole_groups={str(groups == 'whole').lower()}"
+    folder = fit(run, policy, f"{run.folder}/data/*.parquet", *sgd_step("topr", microbatch_tokens), whole)
+    expected = expected_gradient(policy, trajectories, LIMITS["topr"])
     for name, moved in movement(policy, folder).items():
         error = (moved - 8.0 * expected[name]).norm() / (8.0 * expected[name]).norm()
         assert error <= 1e-5, (name, error)

@@ -35,15 +35,16 @@ class Tokens(NamedTuple):
     input_ids_L: Tensor
     position_ids_L: Tensor
     trajectories: tuple[Span, ...]  # start and end of each response, start and end of its prompt
-    position_N: Tensor  # where in the row the token stands that predicts each response token
-    target_N: Tensor  # the response tokens
-    length_B: Tensor  # response tokens of each trajectory
+    predicting: tuple[np.ndarray, ...]  # within prompt and response, the tokens that predict the sampled ones
+    position_N: Tensor  # where in the row the token stands that predicts each sampled token
+    target_N: Tensor  # the sampled tokens: all of a response, but for what lies between the turns of a conversation
+    length_B: Tensor  # sampled tokens of each trajectory
     nominal: int  # prompt + response tokens of all trajectories; shared prompts count once for each response
 
     @property
     def lengths(self) -> list[int]:
-        """Response tokens of each trajectory, on the host."""
-        return [end - start for start, end, *_ in self.trajectories]
+        """Sampled tokens of each trajectory, on the host."""
+        return list(map(len, self.predicting))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -182,10 +183,12 @@ def partition(
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
 
 
-def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tokens:
+def pack(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], sampled: Sequence[np.ndarray | None] = ()
+) -> Tokens:
     """Lay B prompts and their responses, non-empty arrays of token ids, out in one row. Neighbours with equal prompts
-    share one."""
-    ids, positions, trajectories, predicting = [], [], [], []
+    share one. `sampled` tells which tokens of a response were sampled; None, or nothing at all: every one."""
+    ids, positions, trajectories, predicting, places, targets = [], [], [], [], [], []
     first = last = end = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not i or not np.array_equal(prompt, prompts[i - 1]):
@@ -197,17 +200,20 @@ def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Toke
         trajectories.append((start, end, first, last))
         ids.append(response)
         positions.append(np.arange(len(prompt), len(prompt) + len(response)))
+        chosen = slice(None) if not len(sampled) or sampled[i] is None else sampled[i]
         # the prompt's last token predicts the first response token, each response token the next one
-        predicting.append(np.r_[last - 1, start : end - 1])
-    row, target = np.concatenate(ids).astype(np.int64), np.concatenate(responses).astype(np.int64)
+        predicting.append(np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)[chosen])
+        places.append(np.r_[last - 1, start : end - 1][chosen])
+        targets.append(response[chosen])
     return Tokens(
-        input_ids_L=from_numpy(row),
+        input_ids_L=from_numpy(np.concatenate(ids).astype(np.int64)),
         position_ids_L=from_numpy(np.concatenate(positions)),
         trajectories=tuple(trajectories),
-        position_N=from_numpy(np.concatenate(predicting)),
-        target_N=from_numpy(target),
-        length_B=tensor([len(response) for response in responses]),
-        nominal=sum(map(len, prompts)) + len(target),
+        predicting=tuple(predicting),
+        position_N=from_numpy(np.concatenate(places)),
+        target_N=from_numpy(np.concatenate(targets).astype(np.int64)),
+        length_B=tensor(list(map(len, targets))),
+        nominal=sum(map(len, prompts)) + sum(map(len, responses)),
     )
 
 
@@ -241,7 +247,8 @@ class MicroBatches(Dataset):
         filler = not len(share)
         chosen = batch[shares[0][-self.unit :] if filler else share]
         table = self.rows[chosen.tolist()]
-        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy())
+        sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
+        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy(), sampled)
         return MicroBatch(
             tokens=tokens._replace(nominal=0) if filler else tokens,
             ref_log_probs_N=from_numpy(np.concatenate(table["ref_logprobs"].to_numpy())),

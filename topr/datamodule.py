@@ -5,6 +5,7 @@ from collections import UserList
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_co
 from topr.sampling import Sampling
 from topr.tasks import Problem, Task
 from topr.trajectories import SCHEMA, read_metadata, validate
-from topr.trajectories.file import resolve_files
+from topr.trajectories.file import open_parquet, resolve_files
 
 ProblemBatches = UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
@@ -154,15 +155,18 @@ class TrajectoryDataModule(LightningDataModule):
             if self.trainer.local_rank == 0:  # once a node; the other ranks hear of errors in `setup`
                 validate(path, vocabulary, min(self.microbatch_tokens, context))
         datasets.disable_progress_bars()
-        features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in TRAINING_COLUMNS]))
-        columns: Any = {"columns": TRAINING_COLUMNS, "features": features}
+        parts = []
         try:
-            rows = datasets.load_dataset("parquet", data_files=self.files, split="train", **columns)
+            for more, files in groupby(self.files, key=has_conversations):
+                columns = TRAINING_COLUMNS + ["sampled"] * more
+                features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in columns]))
+                wanted: Any = {"data_files": list(files), "columns": columns, "features": features}
+                parts.append(datasets.load_dataset("parquet", split="train", **wanted))
         except (OSError, datasets.exceptions.DatasetGenerationError) as error:
             message = f"the cache of data.train cannot be written ({first_line(error.__cause__ or error)})"
             remedy = f"make room in {datasets.config.HF_DATASETS_CACHE}, or set HF_DATASETS_CACHE"
             raise InputError(f"{message}; {remedy}") from error
-        return rows.with_format("arrow")
+        return datasets.concatenate_datasets(parts).with_format("arrow")
 
     def shares(self) -> dict[str, float]:
         """The share p of positives, the effective share, and the baseline of a loss that subtracts one everywhere."""
@@ -260,6 +264,12 @@ class TrajectoryDataModule(LightningDataModule):
     def place(self, trajectory: np.ndarray) -> list[str]:
         """File and row number of trajectories, for messages."""
         return [f"row {row} of {self.files[file]}" for file, row in self.locate(trajectory)]
+
+
+def has_conversations(path: str) -> bool:
+    """Whether a trajectory file has the column `sampled`."""
+    with open_parquet(path) as file:
+        return "sampled" in file.schema_arrow.names
 
 
 def prompt_index(column: pa.ChunkedArray) -> np.ndarray:

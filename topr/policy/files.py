@@ -99,14 +99,15 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def render_prompt(prompt: str | Messages, tokenizer: Any) -> str:
-    """The text of a prompt: itself, or chat messages rendered by the tokenizer's template."""
+def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False) -> str:
+    """The text of a prompt: itself, or chat messages rendered by the tokenizer's template, with the head of the answer
+    unless they are `answered`."""
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages but the tokenizer has no chat template; give a text as prompt")
     try:
-        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=not answered)
     except Exception as error:  # templates are programs and raise what they like
         raise InputError(f"chat messages do not fit the tokenizer's chat template: {first_line(error)}") from error
 

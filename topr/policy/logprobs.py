@@ -54,8 +54,7 @@ def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
     """Hidden states that predict the response tokens, [N, D], from one row a trajectory, padded on the right."""
     rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.trajectories]
     columns = max(map(len, rows))
-    ends = [i * columns + len(row) - 1 for i, row in enumerate(rows)]
-    position_N = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, tokens.lengths, strict=True)])
+    position_N = np.concatenate([i * columns + predicting for i, predicting in enumerate(tokens.predicting)])
     place_BL = pad_sequence([from_numpy(row) for row in rows], batch_first=True)
     input_ids_BL = tokens.input_ids_L[place_BL.to(tokens.input_ids_L.device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
@@ -74,15 +73,20 @@ def token_log_probs(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(
-    policy: Any, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], microbatch_tokens: int
+    policy: Any,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    microbatch_tokens: int,
+    sampled: Sequence[np.ndarray | None] = (),
 ) -> list[np.ndarray]:
-    """log mu of every response token by the forward that trains: float32 arrays, one for each prompt and response."""
+    """log mu of every sampled token by the forward that trains: float32 arrays, one for each prompt and response; see
+    `pack`."""
     index: dict[bytes, int] = {}
     prompt = [index.setdefault(ids.tobytes(), len(index)) for ids in prompts]
     sizes = np.array([prompt, [len(ids) for ids in prompts], [len(ids) for ids in responses]])
     scores: list[np.ndarray] = [np.empty(0)] * len(prompts)
     for row in partition(sizes, microbatch_tokens, padded=policy.padded):
-        tokens = pack([prompts[i] for i in row], [responses[i] for i in row])
+        tokens = pack(*([arrays[i] for i in row] for arrays in (prompts, responses, sampled) if len(arrays)))
         log_probs_N, _ = policy(tokens.to(policy.device))
         log_probs_N = log_probs_N.clamp(max=0).float().cpu()  # that of a certain token can round to above 0
         for i, log_probs_T in zip(row, log_probs_N.split(tokens.lengths), strict=True):

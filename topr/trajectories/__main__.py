@@ -37,18 +37,19 @@ def report(files: list[str]) -> str:
         "reward >= 0": f"{positive.mean():.1%}, effective share at baseline 0: {share:.1%}",
         "groups": f"{len(rate)}, {rate.between(0, 1, 'neither').sum()} with both signs, {rate.eq(0).sum()} negative",
         "unknown": "not recorded" if None in unknown else f"{unknown_share:.1%} of the response tokens",
-        "log mu": f"{rows.log_mu.sum() / rows.response_tokens.sum():.3f} per token",
+        "log mu": f"{rows.log_mu.sum() / rows.sampled_tokens.sum():.3f} per token",
     }
     table = rows.describe(percentiles=[0.5, 0.95]).T.drop(columns="count").to_string(float_format="{:,.4g}".format)
     return "\n".join([*(f"{key:<13} {fact}" for key, fact in facts.items()), "", table])
 
 
 def _numbers(table: pa.Table, unknown_tokens: list[int]) -> Any:
-    prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
+    names = {"prompt_tokens": "prompt_ids", "response_tokens": "response_ids", "sampled_tokens": "ref_logprobs"}
+    lengths = {name: pc.list_value_length(table[column]).to_numpy() for name, column in names.items()}
     rows = table.select(["prompt_id", "group", "reward", "finished", "valid"]).to_pandas()
     log_mu = table["ref_logprobs"].to_pandas().map(lambda log_probs: log_probs.sum())
     unknown = table["response_ids"].to_pandas().map(lambda ids: np.isin(ids, unknown_tokens).sum())
-    return rows.assign(prompt_tokens=prompt, response_tokens=response, log_mu=log_mu, unknown=unknown)
+    return rows.assign(**lengths, log_mu=log_mu, unknown=unknown)
 
 
 def samples(files: list[str], count: int) -> Iterator[str]:

@@ -31,18 +31,19 @@ class Trajectory:
     prompt: str
     prompt_ids: list[int]
     response: str
-    response_ids: list[int]  # the ids that were sampled, a sampled end token included; never re-tokenised
-    ref_logprobs: list[float]  # log mu of each response id at temperature 1 over the full vocabulary
+    response_ids: list[int]  # all ids after the prompt, a sampled end token included; never re-tokenised
+    ref_logprobs: list[float]  # log mu of each sampled id at temperature 1 over the full vocabulary
     reward: float
     finished: bool  # an end token was sampled
     valid: bool | None = None
     answer: str | None = None
     gold: str | None = None
+    sampled: list[bool] | None = None  # which response ids were sampled, in a conversation of several turns; else all
 
 
 COLUMN_TYPES: dict[Any, pa.DataType] = {str: pa.string(), float: pa.float32(), bool: pa.bool_()}
 COLUMN_TYPES |= {list[int]: pa.list_(pa.int32()), list[float]: pa.list_(pa.float32())}
-COLUMN_TYPES |= {bool | None: pa.bool_(), str | None: pa.string()}
+COLUMN_TYPES |= {bool | None: pa.bool_(), str | None: pa.string(), list[bool] | None: pa.list_(pa.bool_())}
 SCHEMA = pa.schema([pa.field(f.name, COLUMN_TYPES[f.type], nullable=f.default is None) for f in fields(Trajectory)])
 SCHEMA_VERSION = 1
 METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")  # each may be null
@@ -56,7 +57,9 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], met
 def write_tables(path: str | Path, tables: Iterable[pa.Table], metadata: dict[str, Any]) -> None:
     """`write_trajectories` for tables in the columns of `SCHEMA`."""
     known = {key: metadata.get(key) for key in METADATA_KEYS} | {"schema": SCHEMA_VERSION}
-    table = pa.concat_tables(tables).cast(SCHEMA.with_metadata({"topr": json.dumps(known)}))
+    table = _complete(pa.concat_tables(tables)).cast(SCHEMA.with_metadata({"topr": json.dumps(known)}))
+    if table["sampled"].null_count == len(table):  # the one column that a file may lack
+        table = table.drop_columns("sampled")
     with atomic(path) as temporary:
         pq.write_table(table, temporary, row_group_size=4096, compression="zstd", write_page_checksum=True)
 
@@ -82,7 +85,7 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata of a trajectory file; raises an InputError unless it is a Parquet file of this schema."""
     with open_parquet(path) as file:
-        columns = file.schema_arrow.empty_table().select(SCHEMA.names)  # pyarrow names a missing column
+        columns = _complete(file.schema_arrow.empty_table()).select(SCHEMA.names)  # pyarrow names a missing column
         columns.cast(SCHEMA)  # and a wrong type
         content = json.loads((file.metadata.metadata or {}).get(b"topr", b"{}"))
     if pa.types.is_boolean(columns["reward"].type):
@@ -90,6 +93,11 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     if content.get("schema") not in (None, SCHEMA_VERSION):
         raise InputError(f"{path} has schema {content['schema']}, expected {SCHEMA_VERSION}; import it again")
     return {key: content.get(key) for key in METADATA_KEYS}
+
+
+def _complete(table: pa.Table) -> pa.Table:
+    """The table, with the column that a file may lack."""
+    return table if "sampled" in table.column_names else table.append_column("sampled", pa.nulls(len(table)))
 
 
 def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
@@ -103,7 +111,7 @@ def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**
     start = 0
     with open_parquet(path) as file:
         for batch in file.iter_batches(batch_size=8192, columns=SCHEMA.names):
-            table = pa.Table.from_batches([batch]).select(SCHEMA.names).cast(SCHEMA)
+            table = _complete(pa.Table.from_batches([batch])).select(SCHEMA.names).cast(SCHEMA)
             for bad, problem in _checks(table, vocabulary, max_tokens):
                 if bad.any():
                     row = int(np.argmax(bad))
@@ -122,7 +130,13 @@ def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple
     prompt, response, scored = lengths
     yield prompt == 0, "prompt_ids is empty; a response needs a prompt of one token at least"
     yield response == 0, "the response is empty; drop the row or store its end token"
-    yield response != scored, "response_ids and ref_logprobs differ in length; store log mu of each response token"
+    sampled = table["sampled"].combine_chunks()
+    marked, some = pc.list_value_length(sampled).fill_null(0).to_numpy(), sampled.is_valid().to_numpy(False)
+    marks = sampled.flatten().fill_null(False).to_numpy(False)
+    chosen = np.bincount(pc.list_parent_indices(sampled), marks, len(table))
+    yield some & ((marked != response) | (chosen == 0)), "sampled must mark each response token, at least one as true"
+    unscored = np.where(some, chosen, response) != scored
+    yield unscored, "response_ids and ref_logprobs differ in length; store log mu of each sampled token"
     for (name, column), length in zip(lists.items(), lengths, strict=True):
         low, high = (-LARGEST, 0) if name == "ref_logprobs" else (0, vocabulary - 1)
         values = column.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
@@ -145,7 +159,9 @@ def add_log_probs(policy: Any, trajectories: list[Trajectory], microbatch_tokens
     from topr.policy import score
 
     prompts, responses = ([np.array(getattr(t, name)) for t in trajectories] for name in ("prompt_ids", "response_ids"))
-    for trajectory, log_probs in zip(trajectories, score(policy, prompts, responses, microbatch_tokens), strict=True):
+    sampled = [None if t.sampled is None else np.array(t.sampled) for t in trajectories]
+    found = score(policy, prompts, responses, microbatch_tokens, sampled)
+    for trajectory, log_probs in zip(trajectories, found, strict=True):
         trajectory.ref_logprobs = log_probs.tolist()
 
 

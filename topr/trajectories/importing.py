@@ -89,7 +89,11 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
     trajectories = []
     for prompt, response, reward in _exchanges(row):
         text, prompt_ids = encode_prompt(prompt, tokenizer)
-        response_ids, finished = encode(response, tokenizer, special=False), row.get("finished", True)
+        graded["sampled"], finished = None, row.get("finished", True)
+        if isinstance(response, str):
+            response_ids = encode(response, tokenizer, special=False)
+        else:
+            response, response_ids, graded["sampled"] = _turns(prompt, response, tokenizer, ends, finished)
         if not prompt_ids or not (response_ids or finished):
             raise InputError(f"the {'response' if prompt_ids else 'prompt'} is empty; drop the row")
         if max(prompt_ids + response_ids) >= vocabulary:
@@ -107,8 +111,36 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
     return trajectories
 
 
-def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str, float]]:
-    """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1."""
+def _turns(
+    prompt: Any, answers: list[dict[str, Any]], tokenizer: Any, ends: set[int], finished: bool
+) -> tuple[str, list[int], list[bool]]:
+    """What follows the prompt of a conversation, up to the last token that the policy sampled: text, token ids, and
+    which of them it sampled, namely every assistant message with its end token. Each piece is tokenised for itself."""
+    from topr.policy import encode, render_prompt
+
+    ids, sampled, messages = list[int](), list[bool](), list(prompt)
+    text = start = render_prompt(prompt, tokenizer)
+    for message in answers:
+        messages.append(message)
+        if message["role"] == "assistant":
+            before, after = render_prompt(messages[:-1], tokenizer), render_prompt(messages, tokenizer, answered=True)
+            if not (before.startswith(text) and after.startswith(before)):
+                reason = "the chat template writes earlier turns anew when others follow"
+                raise InputError(f"{reason}; give each assistant message a row of its own, with prompt and response")
+            between, turn = (encode(t, tokenizer, special=False) for t in (before[len(text) :], after[len(before) :]))
+            end = next((i for i, token in enumerate(turn, 1) if token in ends), None)
+            if end is None:
+                raise InputError("the chat template ends an assistant message without an end token; use another")
+            ids += between + turn
+            sampled += [False] * len(between) + [True] * end + [False] * (len(turn) - end)
+            text = after
+    length = len(sampled) - sampled[::-1].index(True) - (not finished)
+    return text[len(start) :], ids[:length], sampled[:length]
+
+
+def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | list[dict], float]]:
+    """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1. The response to the
+    first message of a conversation is the messages that follow it, from the first of the assistant's to the last."""
     from topr.losses import LARGEST
 
     if "prompt" not in row and all(isinstance(row.get(key), str) for key in ("chosen", "rejected")):
@@ -135,12 +167,17 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str, flo
     for key, reward in rewards.items():
         prompt, response = row[prompt_key[0]] if prompt_key else None, row[key]
         if prompt is None or not isinstance(response, str):
-            *before, answer = _messages(response, key)
-            if prompt is None or prompt in [message["content"] for message in before]:  # it repeats the question
+            *before, answer = messages = _messages(response, key)
+            roles, text = [message["role"] for message in messages], answer.get("content")
+            if key == "messages" and roles[-1] == "assistant" and ("assistant" in roles[:-1] or text is None):
+                first = roles.index("assistant")
+                yield _messages(messages[:first], "prompt"), messages[first:], reward
+                continue
+            if prompt is None or prompt in [message.get("content") for message in before]:  # it repeats the question
                 prompt, before = before, []
-            if before or answer["role"] != "assistant":
+            if before or roles[-1] != "assistant" or text is None:
                 raise InputError(f"key {key!r} must end in the one assistant message that has the reward")
-            response = answer["content"]
+            response = text
         if not isinstance(prompt, str):
             prompt = _messages(prompt, "prompt")
             if prompt[-1]["role"] == "assistant":
@@ -163,8 +200,8 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     """Chat messages; apply_chat_template ignores the null keys that Parquet adds."""
     messages = [value] if isinstance(value, dict) else value
     for message in messages if isinstance(messages, list) and messages else [value]:
-        content = message.get("content") if isinstance(message, dict) and message.get("role") in ROLES else None
-        if not isinstance(content, str):
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             expected = f"chat messages with content and a role of {', '.join(ROLES)}, or text beside a prompt"
             raise InputError(f"key {key!r} holds {message!r:.60}, expected {expected}")
     return messages
