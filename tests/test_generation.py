@@ -24,6 +24,7 @@ SIZES = {
 }  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+EXPERTS = {"experts_implementation": "eager"}  # the default has no float64
 FAMILIES = {
     "Llama": {},
     "Qwen2": {},
@@ -34,6 +35,14 @@ FAMILIES = {
     "GPTNeoX": {"rotary_pct": 0.5},
     "GPT2": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "Phi3": {"sliding_window": 5},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layers": [1, 1, 0]},
+    "Qwen2Moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8} | EXPERTS,
+    "Mixtral": {"num_local_experts": 4, "sliding_window": None} | EXPERTS,
+    "Olmoe": {"num_experts": 10} | EXPERTS,
+    "Bloom": {"num_hidden_layers": 6},
+    "Falcon": {"parallel_attn": False},
 }
 FAST = ("Llama", "Mistral", "Gemma2", "GPT2")  # plain, windows in all layers and in some, learned positions
 SLOW = [pytest.mark.slow]
@@ -46,13 +55,17 @@ GREEDY, PLAIN = (Sampling(temperature, 0, 1.0, LONGEST) for temperature in (0.0,
 
 def make(family: str, ends: list[int] = ENDS, **changes) -> Policy:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES.get(family, {}) | changes)
+    known = SIZES | FAMILIES.get(family, {}) | changes
+    if family == "Falcon":  # it derives this
+        del known["head_dim"]
+    config = getattr(transformers, f"{family}Config")(**known)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = ends
     policy = Policy(model, make_tokenizer(), family)
     if family != "Mamba":
         check_forward(policy)  # registers our attention, which every loaded policy has
-    return policy if family in ("Gemma2", "Mamba") else policy.double()  # float32 softmax: NaN from float64 masks
+    # a softmax in float32 turns the masks of float64 into NaN
+    return policy if family in ("Bloom", "Gemma2", "Mamba") else policy.double()
 
 
 def sample(policy: Policy, prompts, n, rows, sampling=GREEDY, seed=0) -> list[list[list[int]]]:

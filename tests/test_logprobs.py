@@ -23,6 +23,7 @@ SMALL = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
     "bos_token_id": None, "eos_token_id": 1, "head_dim": 8,
 }  # fmt: skip
+EXPERTS = {"experts_implementation": "eager"}  # the default has no float64; a loaded policy takes the default
 FAMILIES = {  # with grouped queries where a family has them, and windows shorter than the sequences
     "Llama": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
@@ -34,17 +35,26 @@ FAMILIES = {  # with grouped queries where a family has them, and windows shorte
     "GPTNeoX": {},
     "GPT2": {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
     | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0),
+    "OPT": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Qwen2Moe": {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 6} | EXPERTS,
+    "Mixtral": {"num_local_experts": 4} | EXPERTS,
+    "Olmoe": {"num_experts": 10, "head_dim": 4} | EXPERTS,
 }
-PADDED = {"Bloom": {"n_head": 2}, "Mamba": {"state_size": 4}}  # their attention is not one that we replace
+# their attention is not one that we replace
+PADDED = {"Bloom": {"n_head": 2}, "Falcon": {}, "Mamba": {"state_size": 4}}
 
 
 def make_policy_of(family: str, **changes) -> Policy:
     torch.manual_seed(0)
     name = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{name}Config")
     known = SMALL | (FAMILIES | PADDED)[family] | changes
-    config = getattr(transformers, f"{name}Config")(**known)
+    if isinstance(getattr(config, "head_dim", None), property):  # Falcon derives it
+        del known["head_dim"]
     causal = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, causal)(config).train()
+    model = getattr(transformers, causal)(config(**known)).train()
     for parameter in model.parameters():  # norms and biases too: what is 0 or 1 hides mistakes
         torch.nn.init.normal_(parameter, parameter.mean().item(), 0.2)
     return Policy(model, None, family)
@@ -316,10 +326,21 @@ def test_score_keeps_the_order_and_equals_the_training_forward(policy):
         np.testing.assert_allclose(np.concatenate(scores), together.detach().numpy(), rtol=0, atol=2e-6)
 
 
-def test_dropout_is_off_in_training_mode(policy, tmp_path):
-    dropping = make_policy_of("GPT2", embd_pdrop=0.5, attn_pdrop=0.5, resid_pdrop=0.5)
-    dropping.tokenizer = load_tokenizer(str(policy))
-    export_policy(dropping, tmp_path / "dropout")
-    loaded, tokens = load_policy(str(tmp_path / "dropout")).train(), pack(*sequences())
-    assert not torch.equal(dropping(tokens)[0], dropping(tokens)[0])
-    assert torch.equal(loaded(tokens)[0], loaded(tokens)[0])
+@pytest.mark.parametrize(
+    ("family", "noise"),
+    [
+        ("GPT2", ["embd_pdrop", "attn_pdrop", "resid_pdrop"]),
+        ("OPT", ["dropout"]),
+        ("OPT", ["layerdrop"]),
+        ("Mixtral", ["router_jitter_noise"]),
+    ],
+    ids=str,
+)
+def test_dropout_and_other_noise_are_off_in_training_mode(policy, tmp_path, family, noise):
+    noisy = make_policy_of(family, **dict.fromkeys(noise, 0.5))
+    noisy.tokenizer = load_tokenizer(str(policy))
+    export_policy(noisy, tmp_path / "noisy")
+    loaded, tokens = load_policy(str(tmp_path / "noisy")).train(), pack(*sequences())
+    drawn = {noisy(tokens)[0].sum().item() for _ in range(20)}  # half of the time, one layer of two is kept
+    assert len(drawn) > 1
+    assert {loaded(tokens)[0].sum().item() for _ in range(20)} == {loaded(tokens)[0].sum().item()}

@@ -89,6 +89,9 @@ class PolicyModule(LightningModule):
         """Load the weights; Lightning calls this once the strategy has set the device up."""
         if hasattr(self, "policy"):
             return
+        kind = self.trainer.strategy.root_device.type  # the module itself is not on its device yet
+        if kind not in ("cpu", "cuda"):  # mps, for example, has no float64
+            raise InputError(f"trainer.accelerator chose {kind}, which is not supported; set --trainer.accelerator cpu")
         bfloat16 = self.trainer.precision == "bf16-mixed"
         if self.device_mesh is None:
             self.policy = load_policy(self.policy_name)
@@ -97,8 +100,7 @@ class PolicyModule(LightningModule):
             mesh, reshard = self.device_mesh["data_parallel"], self.reshard_after_forward
             self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16, reshard)
         self.policy.train()
-        # the module itself is not on its device yet
-        if self.trainer.strategy.root_device.type == "cuda" and bfloat16:
+        if kind == "cuda" and bfloat16:
             # the head's float32 products in TF32: 8 times as precise as bfloat16, several times as fast as float32
             torch.set_float32_matmul_precision("high")
 

@@ -1,6 +1,7 @@
 """What training logs: loss, log-ratios, gradient, speed. And the checks of log mu and of non-finite numbers."""
 
 import resource
+import sys
 import time
 import warnings
 from typing import Any
@@ -246,7 +247,8 @@ class Throughput:
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
         else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         (tokens, computed, flops, seconds), self.since = np.maximum(self.since, 1e-9).tolist(), np.zeros(4)
         return {
             "speed/tokens_per_s": ranks * tokens / seconds,

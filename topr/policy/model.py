@@ -121,16 +121,18 @@ def empty_policy(name: str) -> Policy:
 
 
 def _config(name: str) -> Any:
-    """A model's configuration with dropout off."""
+    """A model's configuration with dropout and other noise off."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False)
     # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
     for key, value in vars(config).items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, (int, float)):
+        if ("drop" in key or "jitter" in key) and isinstance(value, (int, float)):
             setattr(config, key, 0.0)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("it is quantised; take the weights that it was made from")
+    if config.model_type == "phimoe":
+        raise ValueError("its router draws experts at random in training; choose another model")
     return config
 
 

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+from contextlib import suppress
 from itertools import accumulate
 
 MEMORY = 1 << 30  # bytes of address space; math-verify itself takes a quarter
@@ -136,7 +137,8 @@ def _fraction(decimal: re.Match) -> str:
 
 def main() -> None:
     """Answer lines `[gold, answer, seconds]` by `true`, `false`, or `null` for an error."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with suppress(ValueError):  # macOS bounds no address space
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     # the default action, which the caller may have changed: the kernel ends this process, even in the middle of C code
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     logging.disable()
