@@ -146,7 +146,8 @@ class CLI(LightningCLI):
         arguments["weights_only"] = True  # nothing in a checkpoint is executed
         folder = Path(self.trainer.log_dir or ".")
         created = not folder.exists()
-        if command == "fit" and rank() == 0 and not self.trainer.fast_dev_run:
+        first = not (self.trainer.local_rank or self.trainer.node_rank)  # of all processes, which have no group yet
+        if command == "fit" and first and not self.trainer.fast_dev_run:
             lock(folder)
         try:
             getattr(self.trainer, command)(**arguments)

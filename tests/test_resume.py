@@ -478,7 +478,7 @@ def test_a_full_disk_is_explained_and_complete_checkpoints_are_kept(
         code, output, folder = fit("full")
     assert code == 2 and output.splitlines()[-1].startswith("error: ") and "Traceback" not in output, output
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if "tfevents" not in path.name}
-    assert left == {"checkpoints", f"checkpoints/epoch=0-step={kept}.ckpt", "config.yaml", "hparams.yaml"}
+    assert left == {"checkpoints", f"checkpoints/epoch=0-step={kept}.ckpt", "config.yaml", "hparams.yaml", ".lock"}
     code, output, folder = fit("full")
     assert code == 0 and "resuming" in output, output
     assert_same(folder, fit.whole())

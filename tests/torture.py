@@ -159,8 +159,8 @@ def check_fit(folder: Path, whole: Path) -> None:
 
 def check_predict(folder: Path, whole: Path) -> None:
     """A predict that was killed and started again has the results of one that was not."""
-    parts = sorted(path.name for path in (whole / "sampled").iterdir())
-    assert sorted(path.name for path in (folder / "sampled").iterdir()) == parts
+    parts = sorted(path.name for path in (whole / "sampled").glob("*.parquet"))
+    assert sorted(path.name for path in (folder / "sampled").iterdir()) == [".lock", *parts]
     rows = [row for part in parts for row in read_trajectories(folder / "sampled" / part)]
     assert rows == [row for part in parts for row in read_trajectories(whole / "sampled" / part)]
     assert set(Counter(row.prompt_id for row in rows).values()) == {SAMPLES}
