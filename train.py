@@ -76,12 +76,21 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         config.data.seed = int(config.seed_everything)  # with seed_everything: true, Lightning has drawn a seed
         check_trainer(config.trainer)
+        self._name_after_loss(config)
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
         elif config.get("ckpt_path") and updates(Path(config.ckpt_path)) is None:
             raise InputError(f"--ckpt_path: {config.ckpt_path} is incomplete or not a checkpoint; name another")
         if self.subcommand == "predict":  # its files go to data.out, and the run's folder would stay empty
             config.trainer.logger, self.save_config_callback = False, None
+
+    def _name_after_loss(self, config: Any) -> None:
+        """Call a run with the overlay configs/loss/X.yaml NAME-X, unless the command line names it."""
+        files = [Path(path) for path in config.config or [] if path]  # None stands for YAML in place of a file
+        overlays = [path.stem for path in files if path.parent.name == "loss"]
+        arguments: Any = getattr(config.trainer.logger, "init_args", {})
+        if overlays and arguments.get("name") and "trainer.logger.init_args.name" not in str(sys.argv):
+            arguments.name = f"{arguments.name}-{overlays[-1]}"
 
     def _resume_newest(self, config: Any) -> None:
         """Continue the newest complete checkpoint of this run's name in its version_N; start afresh without one."""

@@ -87,7 +87,7 @@ def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(run, setting
     lengths = torch.tensor([len(t.response_ids) for t in chosen])
     output = loss(torch.cat(log_probs), ref_log_probs_N, lengths, batch.advantage_B.double())
     gradients = torch.autograd.grad(output.loss_B.sum() / batch.divisor, list(model.parameters()))
-    folder = run.folder / "runs" / "arithmetic" / "version_0"
+    folder = run.folder / "runs" / f"arithmetic-{overlay.stem}" / "version_0"
     trained = load_policy(str(folder / "policy")).model
     moved = [after - before for after, before in zip(trained.parameters(), model.parameters(), strict=True)]
     found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (moved, gradients))
