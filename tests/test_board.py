@@ -1,9 +1,11 @@
-"""The names of runs."""
+"""What TensorBoard shows first: the layout of Custom Scalars, and the names of runs."""
 
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, make_policy, make_trajectories, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 import train
 
@@ -31,6 +33,25 @@ def fit(run):
         return run.folder / "runs"
 
     return fit
+
+
+def read(version: Path) -> EventAccumulator:
+    return EventAccumulator(str(version), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def test_every_curve_of_the_layout_is_logged(fit):
+    events = read(fit() / "arithmetic" / "version_0")
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    charts = [chart for category in layout.category for chart in category.chart]
+    ends = {tuple(getattr(s, name) for name in ("value", "lower", "upper")) for c in charts for s in c.margin.series}
+    assert ends == {
+        (f"val/{name}", f"val_interval/{name}_low", f"val_interval/{name}_high") for name in ("pass@1", "invalid")
+    }
+    lines = {tag for chart in charts for tag in chart.multiline.tag}
+    assert {"log_ratio/positives_mean", "log_ratio/negatives_mean", "gradient/norm"} < lines
+    assert lines | {tag for tags in ends for tag in tags} <= set(events.Tags()["scalars"])
+    assert "epoch" not in events.Tags()["scalars"]
 
 
 def test_a_run_with_a_loss_overlay_is_named_after_both(fit):
