@@ -16,6 +16,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import yaml
 from jsonargparse import dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,12 +45,22 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml atomically: a resumed run is compared with it."""
+    """Writes config.yaml atomically: a resumed run is compared with it. Logs the hyperparameters."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)  # the same on all ranks
         if trainer.is_global_zero:
             write_text(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
+        for logger in trainer.loggers:  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
+            logger.log_hyperparams(hyperparameters(self.config), *[{}] * isinstance(logger, TensorBoardLogger))
+
+
+def hyperparameters(config: Any) -> dict[str, Any]:
+    """What runs are compared by. TensorBoard takes the columns of its table from one run, so all runs have the same."""
+    loss, data, rate = config.model.loss, config.data, config.get("model.optimizer.init_args.lr")
+    arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
+    found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
+    return found | {"batch_size": int(data.batch_size), "policy": config.model.policy, "data": data.train}
 
 
 class CLI(LightningCLI):

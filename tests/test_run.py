@@ -147,7 +147,8 @@ def test_fit_writes_policy_summary_and_events(run, setting):
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     glossary = GLOSSARY.read_text()
     for tag in scalars:
-        name = tag.replace("_interval", "").replace("@4", "@k").removesuffix("_low").removesuffix("_high")
+        name = tag.replace("_interval", "").removesuffix("_low").removesuffix("_high").replace("test/", "val/")
+        name = name.replace("@4", "@k").replace("@3", "@k")
         assert f"`{name}`" in glossary, tag
 
 
