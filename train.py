@@ -16,6 +16,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import yaml
 from jsonargparse import dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,12 +45,22 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml atomically: a resumed run is compared with it."""
+    """Writes config.yaml atomically: a resumed run is compared with it. Logs the hyperparameters."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)  # the same on all ranks
         if trainer.is_global_zero:
             write_text(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
+        for logger in trainer.loggers:  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
+            logger.log_hyperparams(hyperparameters(self.config), *[{}] * isinstance(logger, TensorBoardLogger))
+
+
+def hyperparameters(config: Any) -> dict[str, Any]:
+    """What runs are compared by. TensorBoard takes the columns of its table from one run, so all runs have the same."""
+    loss, data, rate = config.model.loss, config.data, config.get("model.optimizer.init_args.lr")
+    arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
+    found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
+    return found | {"batch_size": int(data.batch_size), "policy": config.model.policy, "data": data.train}
 
 
 class CLI(LightningCLI):
@@ -76,12 +87,21 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         config.data.seed = int(config.seed_everything)  # with seed_everything: true, Lightning has drawn a seed
         check_trainer(config.trainer)
+        self._name_after_loss(config)
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
         elif config.get("ckpt_path") and updates(Path(config.ckpt_path)) is None:
             raise InputError(f"--ckpt_path: {config.ckpt_path} is incomplete or not a checkpoint; name another")
         if self.subcommand == "predict":  # its files go to data.out, and the run's folder would stay empty
             config.trainer.logger, self.save_config_callback = False, None
+
+    def _name_after_loss(self, config: Any) -> None:
+        """Call a run with the overlay configs/loss/X.yaml NAME-X, unless the command line names it."""
+        files = [Path(path) for path in config.config or [] if path]  # None stands for YAML in place of a file
+        overlays = [path.stem for path in files if path.parent.name == "loss"]
+        arguments: Any = getattr(config.trainer.logger, "init_args", {})
+        if overlays and arguments.get("name") and "trainer.logger.init_args.name" not in str(sys.argv):
+            arguments.name = f"{arguments.name}-{overlays[-1]}"
 
     def _resume_newest(self, config: Any) -> None:
         """Continue the newest complete checkpoint of this run's name in its version_N; start afresh without one."""

@@ -87,7 +87,7 @@ def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(run, setting
     lengths = torch.tensor([len(t.response_ids) for t in chosen])
     output = loss(torch.cat(log_probs), ref_log_probs_N, lengths, batch.advantage_B.double())
     gradients = torch.autograd.grad(output.loss_B.sum() / batch.divisor, list(model.parameters()))
-    folder = run.folder / "runs" / "arithmetic" / "version_0"
+    folder = run.folder / "runs" / f"arithmetic-{overlay.stem}" / "version_0"
     trained = load_policy(str(folder / "policy")).model
     moved = [after - before for after, before in zip(trained.parameters(), model.parameters(), strict=True)]
     found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (moved, gradients))
@@ -146,8 +146,9 @@ def test_fit_writes_policy_summary_and_events(run, setting):
     assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     glossary = GLOSSARY.read_text()
-    for tag in scalars - {"epoch"}:
-        name = tag.replace("_interval", "").replace("@4", "@k").removesuffix("_low").removesuffix("_high")
+    for tag in scalars:
+        name = tag.replace("_interval", "").removesuffix("_low").removesuffix("_high").replace("test/", "val/")
+        name = name.replace("@4", "@k").replace("@3", "@k")
         assert f"`{name}`" in glossary, tag
 
 

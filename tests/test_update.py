@@ -133,7 +133,7 @@ def sgd_step(loss: str, microbatch_tokens: int) -> list:
     return [
         "--config", ROOT / "configs" / "loss" / f"{loss}.yaml", "--model.optimizer=torch.optim.SGD",
         "--model.optimizer.init_args.lr=8.0", "--trainer.gradient_clip_val=null",
-        f"--data.microbatch_tokens={microbatch_tokens}",
+        f"--data.microbatch_tokens={microbatch_tokens}", "--trainer.logger.init_args.name=arithmetic",
     ]  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def test_last_resumes_no_other_run(run, shifted):
     arguments = fit_arguments(policy, data, "--ckpt_path=last")
     before = {path: path.stat().st_mtime_ns for path in (run.folder / "runs").rglob("*")}
     for more, words in (
-        (["--data.batch_size=4", "--config", ROOT / "configs" / "loss" / "tis.yaml"], "another model.loss"),
+        (["--data.batch_size=4", "--model.loss=topr.losses.TIS"], "another model.loss"),
         (["--data.batch_size=5"], "another data.batch_size"),
         (["--data.batch_size=4", "--seed_everything=1"], "another seed_everything"),
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from topr.callbacks.monitor import Monitor
@@ -171,9 +172,18 @@ class ExportPolicy(Callback):
             module.print(f"Policy and summary.json are in {folder}.")
         if "after" in summary:
             names = [name for name in summary["after"] if name not in ("problems", "samples")]
+            self._compare(trainer, {f"test/{name}": summary["after"][name] for name in names})
             module.print("test      " + "".join(f"{name:>10}" for name in names))
             for when in ("before", "after"):
                 module.print(f"{when:10}" + "".join(f"{summary[when][name]:>10.3f}" for name in names))
+
+    def _compare(self, trainer: Any, figures: dict[str, float]) -> None:
+        """Log the figures after training; in TensorBoard beside the hyperparameters, if the logger was given any."""
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and logger.hparams:
+                logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
+            else:
+                logger.log_metrics(figures, trainer.global_step)
 
     def _measure(self, trainer: Any) -> dict[str, Any] | None:
         """Metrics over the test problems, if there are any, each a mean with its interval."""

@@ -4,10 +4,12 @@ import resource
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -25,6 +27,7 @@ MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bf
 # FLOP/s in bfloat16 by the data sheets, without sparsity; the first name that the device's contains
 BFLOAT16_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12}
 BFLOAT16_PEAKS |= {"A100": 312e12, "L40S": 362e12}
+LAYOUT = Path(__file__).with_name("board.yaml")
 COLUMNS = ["real", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
 COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
 
@@ -55,6 +58,8 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
             self.speed = Throughput(module.policy, self.clock)
+        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_custom_scalars"):
+            trainer.logger.experiment.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -104,7 +109,7 @@ class Monitor(Callback):
         # Lightning's own logging takes a fifth of a tiny model's time, and repeats an earlier value of an absent metric
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(statistics | {"epoch": trainer.current_epoch}, step)
+            logger.log_metrics(statistics, step)
         on_gpu = ["speed/utilisation", "speed/peak_memory_gb"] * (module.policy.device.type == "cuda")
         for name in ["train/loss", *on_gpu]:
             module.log(name.partition("/")[2], statistics[name], prog_bar=True, logger=False, rank_zero_only=True)
