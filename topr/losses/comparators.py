@@ -32,15 +32,11 @@ class PPO(RatioLoss):
         return require_signal(self, reward.astype(np.float64) - self.baseline)
 
     @staticmethod
-    def f(log_x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """min(r A, clip(r) A) / A, which is r up to 1 + high for positives, r from 1 - low for negatives."""
-        return rho(log_x, 0, math.inf).clamp(a, b)
-
-    @staticmethod
-    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = truncated_ratio(log_x, 0, math.inf)
+        ratio = truncated_ratio(log_x.detach(), 0, math.inf)
         clipped = (ratio < a) | (ratio > b)
-        return ratio * ~clipped, clipped
+        return rho(log_x, 0, math.inf).clamp(a, b), ratio * ~clipped, clipped
 
 
 class GRPO(PPO):
