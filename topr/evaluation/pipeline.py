@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.io import InputError, explained, first_line, is_out_of_memory, sweep
 from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
@@ -35,11 +35,9 @@ def find_benchmark(name: str) -> tuple[Task, str | None, Verifier | None]:
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     module, _, kind = name.rpartition(".")
-    try:
+    known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
+    with explained(f"--benchmark {name!r} is unknown", (ImportError, AttributeError, ValueError), known):
         return getattr(import_module(module), kind)(), None, None
-    except (ImportError, AttributeError, ValueError) as error:
-        known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
-        raise InputError(f"--benchmark {name!r} is unknown ({error}); {known}") from error
 
 
 def sample_and_grade(
