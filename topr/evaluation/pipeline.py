@@ -139,11 +139,10 @@ class SamplingJob:
     def sample_part(
         self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
     ) -> None:
-        """Sample, grade, score and write the responses to these problems, unless there are none."""
-        start = PART * int(path.stem.removeprefix("part-"))
-        settings: Any = {"n": self.samples, "sampling": self.sampling, "seed": self.seed}
-        settings["numbers"] = range(start, start + len(problems))
-        if trajectories := sample_and_grade(sampler, policy, self.task, problems, **settings):
+        """Sample, grade, score and write the responses, if any, to these problems, which are neighbours in the job."""
+        start = self.problems.index(problems[0])
+        job = sampler, policy, self.task, problems, self.samples, self.sampling, self.seed
+        if trajectories := sample_and_grade(*job, numbers=range(start, start + len(problems))):
             add_log_probs(policy, trajectories, microbatch_tokens)
             write_trajectories(path, trajectories, self.metadata)
 
