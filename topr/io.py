@@ -189,8 +189,6 @@ def _is_running(process: int) -> bool:
     """Whether another process has this id; in a container, this process often has the id of the one before."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it exists, and belongs to another user
     return process != os.getpid()

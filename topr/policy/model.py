@@ -55,7 +55,7 @@ class Policy(nn.Module):
     @property
     def padded(self) -> bool:
         """Whether trajectories are padded and do not share prompts."""
-        return shared_prompts is None or not shared_prompts.enabled(self.model)
+        return shared_prompts is None or self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
 
     @property
     def device(self) -> torch.device:
