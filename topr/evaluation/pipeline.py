@@ -16,7 +16,7 @@ from topr.io import InputError, explained, first_line, is_out_of_memory, sweep
 from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
-from topr.tasks.arithmetic.task import Filler
+from topr.tasks.arithmetic import Filler
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file

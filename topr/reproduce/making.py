@@ -16,7 +16,7 @@ from topr.io import write_text
 from topr.policy import Policy, export_policy, load_policy
 from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
-from topr.tasks.arithmetic.task import Arithmetic, Errors
+from topr.tasks.arithmetic import Arithmetic, Errors
 from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory
 
