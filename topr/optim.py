@@ -22,8 +22,6 @@ class Adafactor(torch.optim.Optimizer):
     operations on partial DTensors fail.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
         scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch does.
         weight_decay: decoupled, times the learning rate.
     """
@@ -69,7 +67,6 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     """A learning-rate schedule of transformers, by name.
 
     Args:
-        optimizer: the optimiser.
         name: `linear`, `cosine`, `constant_with_warmup` or another of transformers' `SchedulerType`.
         warmup_steps: updates over which the rate rises from 0.
         total_steps: updates of the whole run, which most schedules need.
