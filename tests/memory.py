@@ -108,7 +108,7 @@ def validate(folder: Path, name: str, *, checkpointing=False, lora=False, adafac
             largest = max(
                 (b.tokens for b in data.train_dataloader().batches), key=lambda tokens: len(tokens.input_ids_L)
             )
-            settings = {"checkpointing": checkpointing, "bfloat16": bfloat16, "kind": "cpu"}
+            settings = {"checkpointing": checkpointing, "bfloat16": bfloat16}
             settings |= {"tokens": len(largest.input_ids_L), "response_tokens": len(largest.target_N)}
             found.update(
                 memory.peak_memory(
@@ -146,7 +146,7 @@ def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=F
     state, allocated = memory.state_size(make), Allocated()
     part = tokens // 9  # a prompt and eight responses
     row = pack([np.zeros(part, dtype=int)] * 8, [np.zeros(part, dtype=int)] * 8)
-    settings = {"tokens": 9 * part, "response_tokens": 8 * part, "microbatches": 2, "bfloat16": True, "kind": "cpu"}
+    settings = {"tokens": 9 * part, "response_tokens": 8 * part, "microbatches": 2, "bfloat16": True}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         policy.model.to_empty(device="cpu")
         policy.model.tie_weights()  # `to_empty` unties them

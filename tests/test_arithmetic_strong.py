@@ -19,7 +19,7 @@ from topr.policy import load_policy, load_tokenizer, tokenizer_fingerprint
 from topr.reproduce.making import make_tokenizer
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic.task import Bug, Errors, configured, split_of
+from topr.tasks.arithmetic import Bug, Errors, configured, split_of
 from topr.trajectories import add_log_probs
 
 CONFIG = ROOT / "configs" / "arithmetic_strong.yaml"

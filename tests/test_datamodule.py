@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from topr.datamodule import TrajectoryDataModule
 from topr.io import InputError
-from topr.losses import TOPR, REDDrop
+from topr.losses import GRPO, PPO, TOPR, REDDrop
 from topr.sampling import Sampling
 from topr.tasks import Arithmetic
 
@@ -112,6 +112,21 @@ def test_trajectories_without_weight_count_in_the_divisor(files):
     assert not data.advantage(0).all()
     for batch, part in zip(data.plan(0), data.train_dataloader(), strict=True):
         assert float(part.divisor) == len(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "other", "words"),
+    [(GRPO(), TOPR(), "no group holds rewards that differ"), (PPO(baseline=1), PPO(), "every advantage is 0")],
+)
+def test_data_without_a_signal_for_the_loss_are_rejected(tmp_path, files, loss, other, words):
+    rows = make_trajectories(files[0], 20)
+    for row in rows:
+        row.reward = 1.0
+    equal = files[0], str(write(tmp_path / "equal.parquet", files[0], rows))
+    with pytest.raises(InputError, match=f"data.train: {words}, so {type(loss).__name__} learns nothing"):
+        module(equal, loss)
+    for data in (module(equal, other), module(files, loss)):
+        assert data.advantage(0).dtype == np.float32
 
 
 def test_files_stay_mapped(files):

@@ -96,7 +96,7 @@ def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing
             check_forward(policy)
     else:
         check_forward(policy)
-    assert shared_prompts.enabled(policy.model) == (family in FAMILIES)
+    assert policy.padded == (family not in FAMILIES)
     if checkpointing:
         policy.model.activation_checkpointing_enable({"use_reentrant": False})
     prompts, responses = sequences()
@@ -136,7 +136,7 @@ def test_a_model_that_ignores_the_window_in_its_config_is_padded():
     policy.model.config.sliding_window = 4
     with pytest.warns(match="trajectories are padded"):
         check_forward(policy)
-    assert not shared_prompts.enabled(policy.model)
+    assert policy.padded
 
 
 def test_a_model_that_scales_its_logits_is_rejected():

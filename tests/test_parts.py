@@ -16,7 +16,7 @@ from topr.policy import load_policy, load_tokenizer
 from topr.sampling import LocalSampler, Response, Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, Grade, Problem, Task, Verifier
 from topr.tasks.task import PROMPTS
-from topr.trajectories import read_metadata
+from topr.trajectories import read_metadata, read_trajectories
 
 SHORT = Sampling(top_k=0, max_new_tokens=8)
 PROBLEMS = [Problem(str(i), f"{i}+1>", str(i + 1)) for i in range(5)]
@@ -73,6 +73,12 @@ def test_a_killed_job_resumes_at_the_first_problem_without_responses(tmp_path, p
     assert not list((tmp_path / "cut").glob(".*")) and not job(policy).missing_parts(tmp_path / "cut")
     metadata = read_metadata(tmp_path / "cut" / "part-00002.parquet")
     assert {key: metadata[key] for key in job(policy).metadata} == job(policy).metadata
+
+
+def test_a_part_is_the_same_under_another_name(tmp_path, policy, loaded):
+    write(job(policy), tmp_path, loaded)
+    job(policy).sample_part(tmp_path / "val.parquet", PROBLEMS[2:4], LocalSampler(), loaded)
+    assert read_trajectories(tmp_path / "val.parquet") == read_trajectories(tmp_path / "part-00001.parquet")
 
 
 def test_each_part_and_each_seed_has_responses_of_its_own(tmp_path, policy, loaded):

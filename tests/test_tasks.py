@@ -15,7 +15,7 @@ from topr.policy import load_tokenizer, tokenizer_fingerprint
 from topr.policy.files import policy_fingerprint
 from topr.reproduce.making import make_tokenizer
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic.task import Errors, split_of
+from topr.tasks.arithmetic import Errors, split_of
 from topr.trajectories import read_metadata, read_trajectories
 
 DATA = ROOT / "data" / "arithmetic"

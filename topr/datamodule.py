@@ -178,10 +178,14 @@ class TrajectoryDataModule(LightningDataModule):
     @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
     def advantage(self, epoch: int) -> np.ndarray:
         """Advantages in an epoch: some losses draw them anew in each."""
-        found = self.loss.advantages(self.reward, self.group, self.seed, epoch)
-        if np.shape(found) != self.reward.shape:
-            expected = f"one number per trajectory, {self.reward.shape}, but gave {np.shape(found)}"
+        found = np.asarray(self.loss.advantages(self.reward, self.group, self.seed, epoch), dtype=np.float32)
+        if found.shape != self.reward.shape:
+            expected = f"one number per trajectory, {self.reward.shape}, but gave {found.shape}"
             raise InputError(f"model.loss: advantages of {type(self.loss).__name__} must return {expected}")
+        if not found.any():
+            reason = "no group holds rewards that differ" if self.loss.grouping == "group" else "every advantage is 0"
+            remedy = "sample more or change the loss"
+            raise InputError(f"data.train: {reason}, so {type(self.loss).__name__} learns nothing; {remedy}")
         return found
 
     @lru_cache(maxsize=1)  # noqa: B019

@@ -96,6 +96,16 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
+@contextmanager
+def explained(what: str, errors: Any = Exception, remedy: str = "") -> Iterator[None]:
+    """Turn a library's errors, by default whatever a broken file makes it raise, into an `InputError`: what is wrong,
+    the `first_line` of the error, the remedy."""
+    try:
+        yield
+    except errors as error:
+        raise InputError(f"{what} ({first_line(error)}){remedy and '; '}{remedy}") from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or CUDA ran out of memory."""
     found = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
@@ -179,8 +189,6 @@ def _is_running(process: int) -> bool:
     """Whether another process has this id; in a container, this process often has the id of the one before."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it exists, and belongs to another user
     return process != os.getpid()

@@ -41,12 +41,11 @@ def train(stage: str, rest: list[str], given: dict[str, Any], read: bool = False
     """Run a stage of train.py in a process that ends before this one does; what it prints, if `read`.
     Raises SystemExit if it fails, having printed why: 2 for bad input, 143 for a signal, else 1."""
     sys.stdout.flush()
-    child = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, TRAIN, stage, *rest, *(f"--{key}={value}" for key, value in given.items())],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if read else None, text=True, preexec_fn=die_with_parent,
         start_new_session=True,  # else Ctrl-C in a terminal would reach it in addition to the signal below
-    )  # fmt: skip
-    with child:  # waits for its end
+    ) as child:  # fmt: skip
         try:
             output, _ = child.communicate()
         except BaseException:  # a signal, most likely
@@ -185,14 +184,13 @@ def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
 def parse() -> dict[str, Any]:
     """The arguments of `iterate`: its own, and in `rest` all others, in their order."""
     parser = ArgumentParser(prog="python -m topr.iterate", description=__doc__)
-    names = parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
+    parser.add_function_arguments(iterate, as_group=False, skip={"rest", "selection"})
     limits = parser.add_class_arguments(Curation, as_group=False, skip={"way", "seed"})
     own, rest = list[str](), list[str]()
     taken = rest
     for argument in sys.argv[1:]:
-        argument = argument.replace("--before-sampling", "--before_sampling")
         if argument.startswith("--"):
-            taken = own if argument[2:].partition("=")[0] in [*names, *limits, "help"] else rest
+            taken = own if argument.partition("=")[0] in parser._option_string_actions else rest
         taken.append(argument)
     args = vars(parser.parse_args(own))
     return {"rest": rest, "selection": {name: args.pop(name) for name in limits}, **args}

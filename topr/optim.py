@@ -1,6 +1,7 @@
 """Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate, right under FSDP2; schedules."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -21,8 +22,6 @@ class Adafactor(torch.optim.Optimizer):
     operations on partial DTensors fail.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
         scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch does.
         weight_decay: decoupled, times the learning rate.
     """
@@ -38,17 +37,12 @@ class Adafactor(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
-            settings = {name: group[name] for name in ("lr", "scale_parameter", "weight_decay")}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, self.state[parameter], **settings)
+                    self._update(parameter, parameter.grad.float(), self.state[parameter], group)
         return loss
 
-    def _update(
-        self, parameter: Tensor, state: dict[str, Tensor], lr: float, scale_parameter: bool, weight_decay: float
-    ) -> None:
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
+    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         new = state["step"].item() ** -0.8  # 1 - beta2: the first step forgets its zeros entirely
         squared = gradient.square() + EPSILON
@@ -62,10 +56,10 @@ class Adafactor(torch.optim.Optimizer):
         else:
             update = gradient * state["both"].rsqrt()
         update = update / _rms(update).clamp(min=1.0)
-        rate = lr
-        if scale_parameter:
-            rate = min(lr, state["step"].item() ** -0.5) * _rms(parameter).clamp(min=SMALLEST_SCALE)
-        parameter.mul_(1 - lr * weight_decay)
+        rate = group["lr"]
+        if group["scale_parameter"]:
+            rate = min(rate, state["step"].item() ** -0.5) * _rms(parameter).clamp(min=SMALLEST_SCALE)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update * rate)
 
 
@@ -73,7 +67,6 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     """A learning-rate schedule of transformers, by name.
 
     Args:
-        optimizer: the optimiser.
         name: `linear`, `cosine`, `constant_with_warmup` or another of transformers' `SchedulerType`.
         warmup_steps: updates over which the rate rises from 0.
         total_steps: updates of the whole run, which most schedules need.

@@ -20,7 +20,7 @@ from topr.policy import export_policy, load_policy
 from topr.reproduce.making import imitate, judgements, make
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic.task import configured
+from topr.tasks.arithmetic import configured
 from topr.trajectories.__main__ import report
 
 

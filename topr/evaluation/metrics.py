@@ -18,9 +18,7 @@ Responses = list[Trajectory]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that one of k responses is correct, from c correct among n: 1 - C(n-c, k) / C(n, k)."""
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    """Unbiased chance that one of k responses is correct, from c correct among n >= k: 1 - C(n-c, k) / C(n, k)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -28,8 +26,6 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
     """Expected correctness of the majority answer of k responses, averaged over disjoint runs of k; 0 without votes.
     None, an invalid response, does not vote; others weigh 1 or their `weights`. Ties count the mean correctness of the
     tied answers. Equal answers must be equally correct."""
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@k needs 1 <= k <= {len(answers)} responses, got k={k}")
     weights, right = weights or [1.0] * len(answers), dict(zip(answers, correct, strict=True))
     results = []
     for start in range(0, len(answers) - k + 1, k):

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.io import InputError, explained, first_line, is_out_of_memory, sweep
 from topr.policy import Policy, encode_prompt, load_tokenizer, provenance, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
-from topr.tasks.arithmetic.task import Filler
+from topr.tasks.arithmetic import Filler
 from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file
@@ -35,11 +35,9 @@ def find_benchmark(name: str) -> tuple[Task, str | None, Verifier | None]:
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     module, _, kind = name.rpartition(".")
-    try:
+    known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
+    with explained(f"--benchmark {name!r} is unknown", (ImportError, AttributeError, ValueError), known):
         return getattr(import_module(module), kind)(), None, None
-    except (ImportError, AttributeError, ValueError) as error:
-        known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
-        raise InputError(f"--benchmark {name!r} is unknown ({error}); {known}") from error
 
 
 def sample_and_grade(
@@ -141,11 +139,10 @@ class SamplingJob:
     def sample_part(
         self, path: Path, problems: list[Problem], sampler: Sampler, policy: Policy, microbatch_tokens: int = 16384
     ) -> None:
-        """Sample, grade, score and write the responses to these problems, unless there are none."""
-        start = PART * int(path.stem.removeprefix("part-"))
-        settings: Any = {"n": self.samples, "sampling": self.sampling, "seed": self.seed}
-        settings["numbers"] = range(start, start + len(problems))
-        if trajectories := sample_and_grade(sampler, policy, self.task, problems, **settings):
+        """Sample, grade, score and write the responses, if any, to these problems, which are neighbours in the job."""
+        start = self.problems.index(problems[0])
+        job = sampler, policy, self.task, problems, self.samples, self.sampling, self.seed
+        if trajectories := sample_and_grade(*job, numbers=range(start, start + len(problems))):
             add_log_probs(policy, trajectories, microbatch_tokens)
             write_trajectories(path, trajectories, self.metadata)
 

@@ -37,8 +37,8 @@ class Loss(ABC):
 
     @abstractmethod
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        """Advantages of the whole data set, float32, from rewards and group ids, all [trajectories]. A loss that draws
-        at random uses `seed` and `epoch`, counted from 0. Raises InputError if there is no signal."""
+        """Advantages of the whole data set, which is stored in float32, from rewards and group ids, [trajectories]. A
+        loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
 
     @abstractmethod
     def __call__(
@@ -62,15 +62,6 @@ def check_output(loss: Loss) -> None:
 def sum_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:
     """Sums [B] over each trajectory's tokens of flat values [N]."""
     return torch.segment_reduce(value_N, "sum", lengths=length_B)
-
-
-def require_signal(loss: Loss, advantage: np.ndarray) -> np.ndarray:
-    """The advantages in float32; raises InputError if all of them are 0."""
-    if not advantage.any():
-        reason = "no group holds rewards that differ" if loss.grouping == "group" else "every advantage is 0"
-        remedy = "sample more or change the loss"
-        raise InputError(f"data.train: {reason}, so {type(loss).__name__} learns nothing; {remedy}")
-    return advantage.astype(np.float32)
 
 
 def check_argument(name: str, value: Any, valid: bool, expected: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from topr.io import InputError
 from topr.losses.advantages import centred, group_sizes, place_in_group, standardised
-from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, check_clips, require_signal, sum_tokens
+from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, check_clips, sum_tokens
 from topr.losses.topr import TOPR, Ratio, RatioLoss, rho, truncated_ratio
 
 
@@ -29,18 +29,14 @@ class PPO(RatioLoss):
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c."""
-        return require_signal(self, reward.astype(np.float64) - self.baseline)
+        return reward.astype(np.float64) - self.baseline
 
     @staticmethod
-    def f(log_x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """min(r A, clip(r) A) / A, which is r up to 1 + high for positives, r from 1 - low for negatives."""
-        return rho(log_x, 0, math.inf).clamp(a, b)
-
-    @staticmethod
-    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = truncated_ratio(log_x, 0, math.inf)
+        ratio = truncated_ratio(log_x.detach(), 0, math.inf)
         clipped = (ratio < a) | (ratio > b)
-        return ratio * ~clipped, clipped
+        return rho(log_x, 0, math.inf).clamp(a, b), ratio * ~clipped, clipped
 
 
 class GRPO(PPO):
@@ -52,7 +48,7 @@ class GRPO(PPO):
         super().__init__(clip_low, clip_high)
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        return require_signal(self, standardised(reward, group))
+        return standardised(reward, group)
 
 
 class GSPO(GRPO):
@@ -73,7 +69,7 @@ class OPMD(Loss):
         self.tau = tau
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        return require_signal(self, centred(reward, group))
+        return centred(reward, group)
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
@@ -211,7 +207,7 @@ class RLOO(GroupREINFORCE):
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         count = group_sizes(group)
-        return require_signal(self, centred(reward, group) * (count / np.maximum(count - 1, 1)))
+        return centred(reward, group) * (count / np.maximum(count - 1, 1))
 
 
 class AsymRE(GroupREINFORCE):
@@ -223,7 +219,7 @@ class AsymRE(GroupREINFORCE):
         self.delta = delta
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        return require_signal(self, np.where(group_sizes(group) > 1, centred(reward, group) - self.delta, 0.0))
+        return np.where(group_sizes(group) > 1, centred(reward, group) - self.delta, 0.0)
 
 
 class REDDrop(GroupREINFORCE):
@@ -238,7 +234,7 @@ class REDDrop(GroupREINFORCE):
         place = np.empty(len(order), dtype=np.int64)
         place[order] = place_in_group(sign[order])
         kept = ~negative | (place < np.bincount(index, ~negative)[index])
-        return require_signal(self, np.where(kept, centred(reward, group, kept), 0.0))
+        return np.where(kept, centred(reward, group, kept), 0.0)
 
 
 class REDWeight(GroupREINFORCE):
@@ -253,4 +249,4 @@ class REDWeight(GroupREINFORCE):
         advantage = centred(reward, group)
         if advantage.max() > 70 * self.temperature:  # times A, the end of float32
             raise InputError(f"model.loss: e^(A/temperature) overflows with A = {advantage.max():g}; raise temperature")
-        return require_signal(self, advantage * np.exp(advantage / self.temperature))
+        return advantage * np.exp(advantage / self.temperature)

@@ -50,13 +50,8 @@ class RatioLoss(Loss):
 
     @staticmethod
     @abstractmethod
-    def f(log_x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """f of a ratio x, differentiable with respect to log x."""
-
-    @staticmethod
-    @abstractmethod
-    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The derivative of f with respect to log x, and whether x is truncated."""
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """f of a ratio x, differentiable with respect to log x; that derivative, detached; whether x is truncated."""
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_N = log_probs_N - ref_log_probs_N
@@ -67,7 +62,7 @@ class RatioLoss(Loss):
         elif self.ratio == "token":
             log_x, positive = log_ratio_N, positive.repeat_interleave(length_B, output_size=len(log_ratio_N))
         a, b = (log_x.new_full(log_x.shape, minus).masked_fill_(positive, plus) for plus, minus in (self.a, self.b))
-        values: Any = self.f(log_x, a, b), *self.slope(log_x.detach(), a, b)
+        values: Any = self.f(log_x, a, b)
         if self.ratio == "token":
             values = (sum_tokens(value_N.to(log_x), length_B) / length_B for value_N in values)
         f_B, weight_B, truncated_B = values
@@ -130,11 +125,9 @@ class TOPR(RatioLoss):
             warnings.warn("every trajectory has a negative advantage: nothing is learned from positives", stacklevel=2)
         return advantage.astype(np.float32)
 
-    f = staticmethod(rho)
-
     @staticmethod
-    def slope(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return truncated_ratio(log_x, a, b), log_x > log_limit(b) + 1e-4
+    def f(log_x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rho(log_x, a, b), truncated_ratio(log_x.detach(), a, b), log_x.detach() > log_limit(b) + 1e-4
 
 
 class REINFORCE(TOPR):

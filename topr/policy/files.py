@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from topr.io import InputError, first_line
+from topr.io import InputError, explained
 
 SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # never pickled weights, never code
@@ -20,21 +20,18 @@ def resolve_policy(name: str) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        try:
+        remedy = "give the path of a Hugging Face folder or a name on the hub"
+        what = f"policy {name!r} is neither a folder nor a model that the hub delivers"
+        with explained(what, (OSError, ValueError), remedy):
             folder = Path(snapshot_download(name, allow_patterns=FILES))
-        except (OSError, ValueError) as error:
-            message = f"policy {name!r} is neither a folder nor a model that the hub delivers ({first_line(error)})"
-            raise InputError(f"{message}; give the path of a Hugging Face folder or a name on the hub") from error
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             raise InputError(f"policy {name!r} holds no model: {pattern} is missing; give a Hugging Face folder")
     if (folder / "adapter_config.json").exists():  # its base would be loaded instead, from wherever it says
         raise InputError(f"policy {name!r} holds adapters; merge them into their policy and name the result")
     for path in (folder / setting for setting in SETTINGS):  # the libraries ignore a broken one
-        try:
+        with explained(f"policy {name!r}: {path.name} cannot be read as JSON"):
             json.loads(path.read_text(encoding="utf-8") if path.exists() else "{}")
-        except (OSError, ValueError) as error:
-            raise InputError(f"policy {name!r}: {path.name} cannot be read as JSON ({first_line(error)})") from error
     return folder
 
 
@@ -43,24 +40,19 @@ def vocabulary_and_context(name: str) -> tuple[int, int]:
     """Number of token ids that the model embeds; the longest sequence it takes (2^31 if its config names none)."""
     from transformers import AutoConfig
 
-    try:
+    with explained(f"the config.json of policy {name!r} cannot be used"):
         config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False).get_text_config()
-    except Exception as error:
-        raise InputError(f"the config.json of policy {name!r} cannot be used: {first_line(error)}") from error
     return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
 
 
 def stored_tensors(name: str) -> dict[str, Path]:
     """The file of every tensor of a policy, by its name; raises InputError for a damaged file."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     tensors: dict[str, Path] = {}
     for path in resolve_policy(name).glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                tensors |= dict.fromkeys(file.keys(), path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"policy {name!r}: {path.name} cannot be read ({first_line(error)})") from error
+        with explained(f"policy {name!r}: {path.name} cannot be read"), safe_open(path, "pt") as file:
+            tensors |= dict.fromkeys(file.keys(), path)
     return tensors
 
 
@@ -89,10 +81,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     folder, (vocabulary, _) = resolve_policy(name), vocabulary_and_context(name)
-    try:
+    with explained(f"policy {name!r} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever a broken file makes the library raise
-        raise InputError(f"policy {name!r} has no usable tokenizer: {first_line(error)}") from error
     if not tokenizer.eos_token or tokenizer.eos_token_id not in range(vocabulary):
         message = f"the tokenizer of policy {name!r} has no end-of-sequence token among the {vocabulary} of its model"
         raise InputError(f"{message}; set its eos_token")
@@ -106,10 +96,8 @@ def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False
         return prompt
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages but the tokenizer has no chat template; give a text as prompt")
-    try:
+    with explained("chat messages do not fit the tokenizer's chat template"):  # a program that raises what it likes
         return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=not answered)
-    except Exception as error:  # templates are programs and raise what they like
-        raise InputError(f"chat messages do not fit the tokenizer's chat template: {first_line(error)}") from error
 
 
 def encode_prompt(prompt: str | Messages, tokenizer: Any) -> tuple[str, list[int]]:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from topr.batching import pack
-from topr.policy.logprobs import CHUNK_LOGITS, output_head
+from topr.policy.logprobs import output_head
 from topr.policy.model import Policy, empty_policy, shared_prompts
 
 GRADIENTS = 0.5  # of a layer's activations, as many as exist at once, relative to what its forward keeps
@@ -36,7 +36,7 @@ def estimate(
     with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without data
         policy.model.to_empty(device=device)
         policy.model.tie_weights()  # `to_empty` unties them
-        return peak_memory(policy, state, kind=device.type, **settings)
+        return peak_memory(policy, state, **settings)
 
 
 def peak_memory(
@@ -51,7 +51,6 @@ def peak_memory(
     devices: int = 1,
     sharded: bool = False,
     reshard: bool = True,
-    kind: str = "cuda",
 ) -> dict[str, float]:
     """Bytes of a device: `fit`, the peak of training, with its parts; `sample`, the least of sampling in training;
     `predict`, that of predict and evaluate.py. Sampling takes what is left for its rows.
@@ -64,46 +63,41 @@ def peak_memory(
         bfloat16: whether the precision is bf16-mixed.
         checkpointing, reshard: `activation_checkpointing` and `reshard_after_forward` of the module.
         devices, sharded: their number, and whether each holds a shard (FSDP2) or the whole policy (DDP).
-        kind: of device, cuda or cpu.
     """
-    layers, (head_VD, *_) = max(1, len(policy.layers)), output_head(policy.model)
-    vocabulary, hidden = head_VD.shape
-    inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
-
-    def size(in_layers: bool, trained: bool = False) -> int:
-        chosen = (p for p in policy.parameters() if (id(p) in inside) == in_layers and (p.requires_grad or not trained))
-        return 4 * sum(parameter.numel() for parameter in chosen)
-
-    body, root, body_trained, root_trained = size(True), size(False), size(True, True), size(False, True)
+    layers, head = max(1, len(policy.layers)), output_head(policy.model)
+    vocabulary, hidden = head.weight_VD.shape
+    in_layers = {parameter for layer in policy.layers for parameter in layer.parameters()}
+    in_root = set(policy.parameters()) - in_layers
+    trained = {parameter for parameter in policy.parameters() if parameter.requires_grad}
+    groups = in_layers, in_root, in_layers & trained, in_root & trained
+    body, root, body_trained, root_trained = (4 * sum(map(torch.numel, group)) for group in groups)
     shards, width = devices if sharded else 1, 2 if bfloat16 else 4
     fixed, token = kept_for_backward(policy, bfloat16)
-    stored = {"weights": (body + root) / shards, "gradients": (body_trained + root_trained) / shards}
-    stored["optimizer"] = (body_trained + root_trained) / shards * state
-    gathered = root + body / 4 * width  # of a sharded policy
-    casts = 2 * head_VD.numel() if sharded else (body + root) / 2  # of all weights, while sampling in bf16-mixed
-    predict = (stored["weights"] + gathered if sharded else body + root) + bfloat16 * casts
-    parts = dict(stored)
+    parts = {"weights": (body + root) / shards, "gradients": (body_trained + root_trained) / shards}
+    parts["optimizer"] = parts["gradients"] * state
     if sharded:
+        predict = parts["weights"] + (root + body / 4 * width) + bfloat16 * 2 * head.weight_VD.numel()
         parts["weights"] += root + body / 4 * width * (2 / layers if reshard else 1)
         parts["gradients"] += root_trained + 2 * body_trained / layers
         fixed = 0.0  # gathered weights need no cast
-    elif devices > 1:
-        parts["gradients"] *= 2  # the buckets of DDP
+    else:
+        predict = body + root + bfloat16 * (body + root) / 2  # the latter: casts of all weights
+        parts["gradients"] *= 1 + (devices > 1)  # the buckets of DDP
     kept, recomputed = token, 0.0
     if checkpointing:
-        products = sum(p.shape[0] for layer in policy.layers for p in layer.parameters() if p.ndim == 2)
+        products = sum(parameter.shape[0] for parameter in in_layers if parameter.ndim == 2)
         kept = 4 * hidden * layers + (width * products if checkpointing == "selective" else 0)
         fixed, recomputed = fixed / layers, token / layers
     # freed before the backward
-    logits = 4 * vocabulary * min(max(64, CHUNK_LOGITS[kind] // vocabulary), response_tokens)
+    logits = 4 * vocabulary * min(head.chunk, response_tokens)
     backward = tokens * (recomputed + GRADIENTS * token / layers)
     parts["activations"] = fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
     # the gradient of a micro-batch, before it is added to that of the others
-    parts["head"] = 4.0 * head_VD.numel() * (head_VD.requires_grad and microbatches > 1)
+    parts["head"] = 4.0 * head.weight_VD.numel() * (head.weight_VD.requires_grad and microbatches > 1)
     # when both are gone, the optimiser takes up to four times the largest weight
-    largest = max(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    largest = max(map(torch.numel, trained))
     parts["activations"] = max(parts["activations"], 16 * largest / shards - parts["head"])
-    return {"fit": sum(parts.values()), **parts, "sample": predict + stored["optimizer"], "predict": predict}
+    return {"fit": sum(parts.values()), **parts, "sample": predict + parts["optimizer"], "predict": predict}
 
 
 def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens, pack
-from topr.io import InputError, atomic, first_line
+from topr.io import InputError, atomic, explained
 from topr.policy.files import load_tokenizer, resolve_policy
 from topr.policy.logprobs import Head, output_head, padded_hidden_states, token_log_probs
 
@@ -55,7 +55,7 @@ class Policy(nn.Module):
     @property
     def padded(self) -> bool:
         """Whether trajectories are padded and do not share prompts."""
-        return shared_prompts is None or not shared_prompts.enabled(self.model)
+        return shared_prompts is None or self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
 
     @property
     def device(self) -> torch.device:
@@ -81,12 +81,10 @@ def load_policy(name: str) -> Policy:
 
     disable_progress_bar()
     tokenizer = load_tokenizer(name)
-    try:
-        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        load: Any = AutoModelForCausalLM.from_pretrained
+    options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    load: Any = AutoModelForCausalLM.from_pretrained
+    with explained(f"policy {name!r} cannot be loaded as a causal model"):
         model, loading = load(resolve_policy(name), config=_config(name), dtype=torch.float32, **options)
-    except Exception as error:
-        raise InputError(f"policy {name!r} cannot be loaded as a causal model: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
         raise InputError(f"policy {name!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
     if unknown := sorted(loading["unexpected_keys"]):
@@ -109,14 +107,12 @@ def empty_policy(name: str) -> Policy:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder, tokenizer = resolve_policy(name), load_tokenizer(name)
-    try:
+    with explained(f"policy {name!r} cannot be loaded as a causal model"):
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32, trust_remote_code=False)
         model.tie_weights()  # `init_empty_weights` unties them
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:
-        raise InputError(f"policy {name!r} cannot be loaded as a causal model: {first_line(error)}") from error
     return Policy(model, tokenizer, name)
 
 
@@ -165,11 +161,9 @@ def compile_layers(policy: Policy) -> None:
     """Compile the norms, MLPs and attention projections of the decoder layers, in place; call it after loading."""
     if not policy.layers:
         raise InputError(f"model.compile finds no decoder layers in a {type(policy.model).__name__}; leave it false")
-    try:
+    what = "model.compile needs a C++ compiler, and on a GPU Triton as well"
+    with explained(what, remedy="install one, or leave it false"):
         torch.compile(torch.neg)(torch.ones(2, device=policy.device))
-    except Exception as error:  # whatever the library raises without one
-        message = f"model.compile needs a C++ compiler (on a GPU Triton as well): {first_line(error)}"
-        raise InputError(f"{message}; install one, or leave it false") from error
     if shared_prompts is not None:
         shared_prompts.register(torch.compiler.disable(shared_prompts.attend))
     # forwards of parts: hooks of a module (FSDP2) and the checkpointing of a layer cannot be compiled
@@ -197,12 +191,10 @@ class LoRA:
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
-        try:
-            # no dropout: log mu and log pi must come from one deterministic function
-            config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, lora_dropout=0.0)
+        # no dropout: log mu and log pi must come from one deterministic function
+        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, lora_dropout=0.0)
+        with explained(f"model.lora.targets: {self.targets!r} fits no layer", ValueError):
             policy.model.add_adapter(config)
-        except ValueError as error:
-            raise InputError(f"model.lora.targets: {self.targets!r} fits no layer ({first_line(error)})") from error
         for layer in policy.model.modules():
             if isinstance(layer, LoraLayer):  # next to weights on the meta device, adapters are there as well
                 for name in layer.adapter_layer_names:
@@ -227,10 +219,8 @@ def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | No
 
     disable_progress_bar()
     with atomic(path) as folder:
-        try:
+        with explained(f"{path} cannot be written", SafetensorError, "make room and start again"):
             policy.model.save_pretrained(folder, state_dict=state_dict)
-        except SafetensorError as error:
-            raise InputError(f"{path} cannot be written ({error}); make room and start again") from error
         policy.tokenizer.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):  # the library makes them readable for their owner alone
             weights.chmod((folder / "tokenizer_config.json").stat().st_mode)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from topr.distributed import same_error_on_all_ranks
-from topr.io import InputError, first_line
+from topr.io import explained
 from topr.policy.files import resolve_policy, stored_tensors
 from topr.policy.model import Policy, check_forward, check_weights, empty_policy, load_policy
 
@@ -53,11 +53,9 @@ def _read_shards(policy: Policy, from_files: set[str], device: str) -> None:
     with torch.no_grad():
         for key, tensor in kept.items():
             tensors[key].copy_(tensor)
-    try:
-        target = {key.replace(".base_layer.", "."): tensors[key].detach() for key in from_files}
+    target = {key.replace(".base_layer.", "."): tensors[key].detach() for key in from_files}
+    with explained(f"policy {policy.name!r} cannot be loaded as a causal model", (Exception, CheckpointException)):
         dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name))))
-    except (Exception, CheckpointException) as error:  # whatever a broken file makes the library raise
-        raise InputError(f"policy {policy.name!r} cannot be loaded as a causal model: {first_line(error)}") from error
 
 
 def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: bool = True) -> None:

@@ -30,11 +30,6 @@ class Spans:
         self.spans = spans
 
 
-def enabled(model: Any) -> bool:
-    """Whether a model computes rows of shared prompts."""
-    return model.config.get_text_config()._attn_implementation == NAME
-
-
 def hidden_states(model: Any, tokens: Tokens) -> Tensor:
     """Hidden states that predict the response tokens, [N, D]."""
     empty_mask = tokens.input_ids_L.new_empty(1, 1, 0, 0)  # models pass a mask of four dimensions on as it is

@@ -17,13 +17,12 @@ UNIFORM, KARENINA, SAME_RATE = "uniform", "Anna Karenina", "uniform, Anna Kareni
 
 
 def curves(study: Study, *names: str) -> dict[str, Any]:
-    """Validation metrics of the runs, by the number of validations."""
-    found = {}
-    for name in names:
-        validations = zip(*(result["curve"] for result in study.method_runs[name]), strict=False)
-        for i, points in enumerate(validations):  # seeds may differ in their number of updates
-            found[f"{name} at validation {i}"] = row(pd.DataFrame(points)[["pass@1", "invalid"]])
-    return found
+    """Validation metrics of the runs, by the number of validations, in which seeds may differ."""
+    return {
+        f"{name} at validation {i}": row(pd.DataFrame(points)[["pass@1", "invalid"]])
+        for name in names
+        for i, points in enumerate(zip(*(result["curve"] for result in study.method_runs[name]), strict=False))
+    }
 
 
 def collapse(study: Study) -> Claim:

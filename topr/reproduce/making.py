@@ -11,14 +11,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.evaluation import sample_and_grade
+from topr.evaluation import SamplingJob, sample_and_grade
 from topr.io import write_text
-from topr.policy import Policy, export_policy, load_policy, provenance
+from topr.policy import Policy, export_policy, load_policy
 from topr.policy.model import check_forward
 from topr.sampling import LocalSampler
-from topr.tasks.arithmetic.task import Arithmetic, Errors
+from topr.tasks.arithmetic import Arithmetic, Errors
 from topr.tasks.task import Problem, Task
-from topr.trajectories import Trajectory, add_log_probs, write_trajectories
+from topr.trajectories import Trajectory
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 DIRECT, MISSING, WRONG = 0.20, 0.12, 0.10  # rates of critiques without steps, of those without verdict, of wrong digits
@@ -76,10 +76,8 @@ def sample(policy: Policy, task: Task, problems: list[Problem], n: int, seed: in
 
 def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> None:
     """Write n graded and scored responses to each problem."""
-    trajectories, sampling = sample(policy, task, problems, n, seed), vars(task.sampling) | {"samples": n, "seed": seed}
-    add_log_probs(policy, trajectories, microbatch_tokens=16384)
-    metadata = provenance(policy.name, "32-true", task=task.name, sampling=sampling, iteration=0)
-    write_trajectories(path, trajectories, metadata)
+    job = SamplingJob(policy.name, task, problems, n, task.sampling, seed)
+    job.sample_part(path, problems, LocalSampler(), policy)
 
 
 def make(

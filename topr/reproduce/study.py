@@ -29,7 +29,7 @@ from scipy import stats
 from topr.distributed import die_with_parent
 from topr.io import InputError, write_text
 from topr.reproduce.experiments import Experiment
-from topr.tasks.arithmetic.task import Arithmetic, configured
+from topr.tasks.arithmetic import Arithmetic, configured
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "data" / "arithmetic"
