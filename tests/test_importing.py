@@ -375,7 +375,8 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
 @pytest.mark.parametrize("call", [WRONG, CALL], ids=["text", "tool call"])
 def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(run, chat, call, finished):
     """By the template's own text: what stands between `[assistant]` and `<end>`, and `<end>`, where it was sampled."""
-    messages = [ASK, call, TOOL, SAY, ASK, SAY]
+    last = SAY | {"content": "4\n"}  # a cut response may end in a line break
+    messages = [ASK, call, TOOL, SAY, ASK, last]
     (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
     tokenizer = load_tokenizer(str(chat))
     assert t.prompt_ids == expected_ids(tokenizer, [ASK])
@@ -383,11 +384,11 @@ def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_toke
     assert t.prompt + t.response == whole
     ids, sampled = np.array(t.response_ids), np.array(t.sampled)
     parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)  # sampled and not, in turn
-    said = ["five<end>" if call is WRONG else "add(2, 2)<end>", "4<end>", "4<end>" if finished else "4"]
+    said = ["five<end>" if call is WRONG else "add(2, 2)<end>", "4<end>", "4\n<end>" if finished else "4\n"]
     between = ["\n[tool]\n4<end>\n[assistant]\n", "\n[user]\n2+2?<end>\n[assistant]\n"]
     assert [tokenizer.decode(part) for part in parts[::2]] == said and sampled[0]
     assert [tokenizer.decode(part) for part in parts[1::2]] == between
-    assert t.finished == finished and len(t.ref_logprobs) == sampled.sum()
+    assert t.finished == finished and len(t.ref_logprobs) == sampled.sum() and len(sampled) == len(ids)
     model = load_policy(str(chat)).model.double()
     log_probs = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 :]
     expected = [log_probs[i, token].item() for i, token in enumerate(ids) if sampled[i]]

@@ -92,14 +92,14 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
         graded["sampled"], finished = None, row.get("finished", True)
         if isinstance(response, str):
             response_ids = encode(response, tokenizer, special=False)
+            while ends & set(response_ids[:-1]) and not tokenizer.decode(response_ids[-1]).strip():
+                response_ids.pop()  # the line break that a template writes after a turn, which was not sampled
         else:
             response, response_ids, graded["sampled"] = _turns(prompt, response, tokenizer, ends, finished)
         if not prompt_ids or not (response_ids or finished):
             raise InputError(f"the {'response' if prompt_ids else 'prompt'} is empty; drop the row")
         if max(prompt_ids + response_ids) >= vocabulary:
             raise InputError(f"the tokenizer gives ids beyond the model's vocabulary of {vocabulary}; use its own")
-        while ends & set(response_ids[:-1]) and not tokenizer.decode(response_ids[-1]).strip():
-            response_ids.pop()  # the line break that a template writes after a turn, which was not sampled
         if finished and not ends & set(response_ids[-1:]):
             response_ids.append(tokenizer.eos_token_id)
         # a hash of the text: a prompt has the same id in every file
