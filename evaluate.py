@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from tqdm import tqdm
 
-from topr.distributed import end_with_parent, gather, rank
+from topr.distributed import Progress, end_with_parent, gather, rank
 from topr.evaluation import SamplingJob, check_prompts, explain_out_of_memory, per_problem, summarise
 from topr.evaluation.pipeline import BENCHMARKS, find_benchmark, read_parts
 from topr.evaluation.report import write_report
@@ -88,12 +87,16 @@ def evaluate(
             gc.collect()  # the policy before may be held by reference cycles
             with own_device():
                 model = load_policy(job.policy)
-        for path, problems in tqdm(mine, f"{job.policy} on {name}", disable=rank() > 0):
-            activity = f"{job.samples} responses to each of {len(problems)} problems"
-            remedy = f"--rows, now {rows or 'automatic'}, or --microbatch-tokens, now {microbatch_tokens}"
-            bfloat16 = torch.autocast(model.device.type, torch.bfloat16, precision == "bf16-mixed")
-            with bfloat16, explain_out_of_memory(activity, remedy):
-                job.sample_part(path, problems, LocalSampler(rows), model, microbatch_tokens)
+        if mine and rank() == 0:
+            print(f"{job.policy} on {name}:", flush=True)
+        sampler = LocalSampler(rows)
+        with Progress("sampling", job.samples * sum(len(problems) for _, problems in mine)) as sampler.progress:
+            for path, problems in mine:
+                activity = f"{job.samples} responses to each of {len(problems)} problems"
+                remedy = f"--rows, now {rows or 'automatic'}, or --microbatch-tokens, now {microbatch_tokens}"
+                bfloat16 = torch.autocast(model.device.type, torch.bfloat16, precision == "bf16-mixed")
+                with bfloat16, explain_out_of_memory(activity, remedy):
+                    job.sample_part(path, problems, sampler, model, microbatch_tokens)
         gather(None)  # until every rank has written its files
         return read_parts(folder)
 
@@ -127,6 +130,7 @@ def evaluate(
 
 def main() -> None:
     end_with_parent()
+    Progress.enabled = True
     parser = ArgumentParser(description="Sample, grade and tabulate, with 95% bootstrap intervals.")
     parser.add_argument("--config", action="config", help="YAML file of the same keys")
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")

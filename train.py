@@ -15,7 +15,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import yaml
 from jsonargparse import dict_to_namespace
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from topr.callbacks import ExactResume, ExportPolicy
 from topr.callbacks.resume import reason, updates
 from topr.datamodule import TrajectoryDataModule
-from topr.distributed import end_with_parent, rank
+from topr.distributed import Progress, end_with_parent, rank
 from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, lock, write_text
 from topr.module import PolicyModule
 
@@ -149,6 +150,13 @@ class CLI(LightningCLI):
         if self.subcommand:
             self._check_sharding(self.config[self.subcommand])
 
+    def instantiate_trainer(self, **settings: Any) -> Any:
+        config = self.config_init[self.subcommand].trainer
+        callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
+        own = any(isinstance(callback, ProgressBar) for callback in callbacks)  # shown instead of ours
+        Progress.enabled = not own and config.enable_progress_bar is not False
+        return super().instantiate_trainer(enable_progress_bar=own, **settings)
+
     def _check_sharding(self, config: Any) -> None:
         """Raise an InputError for devices without a shard of their own, and for shards without sharding."""
         checkpoint, devices = config.get("ckpt_path"), self.trainer.num_devices * self.trainer.num_nodes
@@ -172,6 +180,8 @@ class CLI(LightningCLI):
         try:
             getattr(self.trainer, command)(**arguments)
         except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
+            for bar in [*Progress._instances]:  # else it would be drawn again below the message
+                bar.close()
             message = self._explain(error, arguments.get("ckpt_path"))
             if created and self.trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -233,13 +243,17 @@ def main() -> None:
     # between Lightning and torch, peft and transformers; of a run that is resumed; of predict, which writes files
     ignored = ["LeafSpec", "gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    dropped = re.compile("litlogger|TPU|stopped: `max_")  # advertising, absent hardware, what a bar shows
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: not dropped.search(r.getMessage()))
     defaults: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
     logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "policy"}}
     plugins, callbacks = [{"class_path": "topr.callbacks.AtomicCheckpointIO"}], [ExactResume(), ExportPolicy()]
     defaults |= {"enable_model_summary": False, "logger": logger, "plugins": plugins, "callbacks": callbacks}
     options: dict[str, Any] = {"auto_configure_optimizers": False, "seed_everything_default": 0}
     options |= {"parser_class": Parser, "trainer_defaults": defaults, "save_config_callback": SaveConfig}
+    for evaluation, split in (Trainer.validate, "val"), (Trainer.test, "test"):  # the docstrings are shown as help
+        evaluation.__doc__ = f"Sample and grade responses to the problems in data.{split}, and print the metrics."
+    Trainer.predict.__doc__ = "Sample, grade and score responses to data.problems; write trajectory files to data.out."
     with command():
         CLI(PolicyModule, TrajectoryDataModule, **options)
 

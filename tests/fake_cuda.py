@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from topr.batching import MicroBatch, pack
 from topr.callbacks import Monitor
+from topr.distributed import Progress
 from topr.losses import TOPR, LossOutput
 from topr.module import StepOutput
 from topr.policy import Policy, one_pass, shared_prompts
@@ -106,7 +107,7 @@ def main() -> None:
             monitor.on_after_backward(None, SimpleNamespace(step_output=StepOutput(batch, output, last)))
         report("statistics of a micro-batch", waits)
         with torch.no_grad():
-            rows = local.Rows(policy, Sampling(max_new_tokens=512), None, 16)
+            rows = local.Rows(policy, Sampling(max_new_tokens=512), None, 16, Progress())
             drafts = [[local.Draft([], np.full(512, 0.5)) for _ in range(16)] for _ in range(4)]
             jobs = iter([(prompt.tolist(), some) for prompt, some in zip(prompts[:4], drafts, strict=True)])
             with waits:

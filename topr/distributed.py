@@ -1,4 +1,4 @@
-"""Collectives for small Python objects and errors, and signals between the processes of a run."""
+"""Collectives for small Python objects and errors, signals between the processes of a run, progress of rank 0."""
 
 import atexit
 import ctypes
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from topr.io import InputError
 
+INTERVAL = 30.0  # seconds between two lines of `Progress`
 stop_requested = threading.Event()  # set by a signal handler; training and sampling ask it at every update and token
 
 
@@ -44,6 +46,31 @@ def leave_group() -> None:
 def rank() -> int:
     """Rank of this process, 0 if it is the only one."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class Progress(tqdm):
+    """A count out of a total, figures and the time left, on standard error of rank 0: a bar on a terminal, elsewhere a
+    line every `INTERVAL` seconds; nothing if the total is 0 or no command has set `enabled`."""
+
+    enabled = False
+
+    def __init__(self, name: str = "", total: int | None = 0, unit: str = " responses", first: int = 0):
+        self.terminal, self.tokens = sys.stderr.isatty(), 0
+        text = "{desc}" + ("|{bar}| " if self.terminal else " " if unit else ", update ")
+        text += "{n_fmt}/{total_fmt}{unit}, {remaining} left{postfix}"
+        settings: Any = {"bar_format": text, "initial": first, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
+        settings |= {"disable": total == 0 or rank() > 0 or not self.enabled, "leave": None, "mininterval": 0.25}
+        settings["unit"] = unit + " of rank 0" * (unit > "" and torch.distributed.is_initialized())
+        settings |= {} if self.terminal else {"leave": False, "position": 1, "mininterval": INTERVAL, "delay": INTERVAL}
+        super().__init__(desc=name, total=total, **settings)
+        if not self.terminal:  # write lines only; for the same reason closing must neither leave nor clear a bar
+            self.moveto, self.sp = lambda _: None, lambda text: text and print(text, file=sys.stderr, flush=True)
+
+    def advance(self, responses: int, tokens: int) -> None:
+        """Count responses that have ended, and sampled tokens, whose number per second is shown."""
+        self.tokens += tokens
+        self.postfix = self.format_sizeof(self.tokens / (self.format_dict["elapsed"] or 1), " tok/s")
+        self.update(responses)
 
 
 def gather(value: Any) -> list[Any]:

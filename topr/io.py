@@ -65,7 +65,8 @@ class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
 @contextmanager
 def command() -> Iterator[None]:
     """Print bad input and a full disk as one sentence, with exit code 2; print warnings without their source."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    start = "\r\x1b[K" * sys.stderr.isatty()  # of a line, in place of a progress bar
+    warnings.formatwarning = lambda message, *_: f"{start}warning: {message}\n"  # type: ignore[assignment]
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         yield
@@ -75,7 +76,7 @@ def command() -> Iterator[None]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             message = f"the disk is full ({error.filename}); complete files are kept: make room and start again"
-        print(f"error: {printable(message, limit=450)}", file=sys.stderr)  # it may quote the input
+        print(f"{start}error: {printable(message, limit=450)}", file=sys.stderr)  # it may quote the input
         raise SystemExit(2) from None
 
 

@@ -10,6 +10,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -92,6 +93,7 @@ class PolicyModule(LightningModule):
         kind = self.trainer.strategy.root_device.type  # the module itself is not on its device yet
         if kind not in ("cpu", "cuda"):  # mps, for example, has no float64
             raise InputError(f"trainer.accelerator chose {kind}, which is not supported; set --trainer.accelerator cpu")
+        rank_zero_info(f"loading the policy {self.policy_name}")
         bfloat16 = self.trainer.precision == "bf16-mixed"
         if self.device_mesh is None:
             self.policy = load_policy(self.policy_name)

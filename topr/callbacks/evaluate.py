@@ -5,17 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from topr.callbacks.monitor import Monitor
-from topr.distributed import Preempted, gather, stop_requested
-from topr.evaluation import PerProblem, derived_seed, explain_out_of_memory, sample_and_grade, summarise
+from topr.distributed import Preempted, Progress, gather, stop_requested
+from topr.evaluation import BENCHMARKS, PerProblem, derived_seed, explain_out_of_memory, sample_and_grade, summarise
 from topr.evaluation.report import table
 from topr.io import write_text
 from topr.policy import export_policy
@@ -38,7 +39,6 @@ class Evaluate(Callback):
         self.task, self.sampler = task, sampler
         # a server does not hold the weights that are being trained
         self.own_sampler = LocalSampler() if isinstance(sampler, ServerSampler) else sampler
-        self.figures: dict[str, float] = {}  # of the evaluation under way
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # updates before the last validation, its figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,61 +50,44 @@ class Evaluate(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         if trainer.global_step == 0 and data.val is not None and trainer.limit_val_batches:
-            self._write(trainer, self.measure(trainer, "val", data.own_problems("val")))
+            self._write(trainer, flat("val", self.measure(trainer, "val")))
         elif self.validated[0] == trainer.global_step:
             self._write(trainer, self.validated[1])  # TensorBoard has dropped this step's figures (purge_step)
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: list[Problem], *_: Any) -> None:
-        self.figures = self.measure(trainer, "val", batch)
-
-    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: list[Problem], *_: Any) -> None:
-        self.figures = self.measure(trainer, "test", batch)
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        fitting = trainer.state.fn == "fit"
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        split, fitting = "test" if trainer.testing else "val", trainer.state.fn == "fit"
+        figures = flat(split, self.measure(trainer, split))
         if trainer.sanity_checking:
             return
-        for name, value in self.figures.items():  # for other callbacks and the progress bar
-            module.log(name, value, prog_bar=name == "val/pass@1", logger=not fitting, rank_zero_only=True)
+        for key, value in figures.items():  # for other callbacks and the progress bar
+            module.log(key, value, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
         if fitting:
-            self._write(trainer, self.figures)
+            self._write(trainer, figures)
 
-    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def _write(self, trainer: Any, figures: dict[str, float]) -> None:
         """Log figures at the number of updates made; Lightning would log them at that of the last update."""
         self.validated = trainer.global_step, figures
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
         for logger in trainer.loggers:
             logger.log_metrics(figures, trainer.global_step)
 
-    def measure(self, trainer: Any, split: str, problems: list[Problem]) -> dict[str, float]:
-        """Metrics with their intervals over the problems of all ranks; each rank passes its own problems. Raises
-        Preempted if a rank was asked to stop."""
-        data, policy = trainer.datamodule, trainer.lightning_module.policy
+    def measure(self, trainer: Any, split: str) -> dict[str, dict[str, Any]]:
+        """Metrics over all ranks' problems, means with intervals. Raises Preempted if a rank was asked to stop."""
+        data, problems = trainer.datamodule, trainer.datamodule.own_problems(split)
         samples = 2 if trainer.fast_dev_run else data.val_samples if split == "val" else data.samples
         settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
         settings["numbers"] = range(trainer.global_rank, len(data.read_problems(split)), trainer.world_size)
-        with self._sampling(trainer, samples, problems):
-            trajectories = sample_and_grade(self.own_sampler, policy, self.task, problems, **settings)
+        sampler, progress = self.own_sampler, Progress({"val": "validation"}.get(split, split), samples * len(problems))
+        with sampling_context(trainer, sampler, samples, problems), progress as sampler.progress:
+            trajectories = sample_and_grade(sampler, trainer.lightning_module.policy, self.task, problems, **settings)
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
-        metrics = PerProblem(samples).to(policy.device)
+        metrics = PerProblem(samples).to(trainer.strategy.root_device)
         metrics.update(trajectories)
-        figures = {}
-        for metric, value in summarise(metrics.compute()).items():
-            figures[f"{split}/{metric}"] = value["mean"]
-            for end, bound in zip(("low", "high"), value["interval"], strict=True):
-                figures[f"{split}_interval/{metric}_{end}"] = bound
-        return figures
-
-    @contextmanager
-    def _sampling(self, trainer: Any, samples: int, problems: list[Problem]) -> Iterator[None]:
-        """`sampling_context`; if memory runs out, the error names the key to lower."""
-        rows = f"model.sampler.init_args.rows, now {getattr(self.own_sampler, 'rows', None) or 'automatic'}"
-        activity = f"{samples} responses to each of {len(problems)} problems"
-        with sampling_context(trainer), explain_out_of_memory(activity, rows):
-            yield
+        return summarise(metrics.compute())
 
     def _show(self, trainer: Any, split: str, trajectories: list[Trajectory]) -> None:
         """Log a few responses as text in TensorBoard."""
@@ -115,14 +98,18 @@ class Evaluate(Callback):
             text = "".join(f"    {line}\n" for line in text.splitlines())
             trainer.logger.experiment.add_text(f"{split}/samples", text, trainer.global_step)
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int, *_: Any) -> None:
         """Sample, grade and score a batch of problems, and write them as one file of data.out."""
         data, (path, problems) = trainer.datamodule, batch
-        with self._sampling(trainer, data.samples, problems):  # on every rank, also without problems
+        if index == 0:
+            count = sum(len(part) for _, part in trainer.predict_dataloaders)
+            self.sampler.progress = Progress("sampling", data.samples * count)
+        with sampling_context(trainer, self.sampler, data.samples, problems):  # on every rank, also without problems
             if problems:
                 data.sampling_job.sample_part(path, problems, self.sampler, module.policy, data.microbatch_tokens)
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
+        self.sampler.progress.close()
         folder = Path(trainer.datamodule.out)
         gather(None)  # until every rank has written its files
         rows = pq.read_table(sorted(folder.glob("*.parquet")), columns=["reward", "valid", "finished"]).to_pandas()
@@ -136,8 +123,7 @@ class Evaluate(Callback):
 class ExportPolicy(Callback):
     """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to the run's folder."""
 
-    def __init__(self):
-        self.before: dict[str, Any] | None = None
+    before: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}
@@ -146,18 +132,27 @@ class ExportPolicy(Callback):
         self.before = state["before"]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if self.before is None:
-            self.before = self._measure(trainer)
+        if self.before is None and trainer.datamodule.test is not None:
+            rank_zero_info("measuring the policy on data.test before training")
+            self.before = find(trainer, Evaluate).measure(trainer, "test")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         data, monitor = trainer.datamodule, find(trainer, Monitor)
+        monitor.bar.close()
         summary: dict[str, Any] = {"max_abs_log_ratio_at_start": monitor.max_abs_log_ratio}
-        measured = {"before": self.before, "after": self._measure(trainer)} if data.test is not None else {}
+        measured = {}
+        if data.test is not None:
+            measured = {"before": self.before, "after": find(trainer, Evaluate).measure(trainer, "test")}
         count = {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
-        summary |= {when: {k: v["mean"] for k, v in found.items()} | count for when, found in measured.items() if found}
+        summary |= {when: {k: v["mean"] for k, v in found.items()} | count for when, found in measured.items()}
         summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
         tokens, seconds = monitor.speed.total
         summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
+        if measured:
+            self._compare(trainer, {f"test/{name}": value["mean"] for name, value in measured["after"].items()})
+            module.print("test      " + "".join(f"{name:>10}" for name in measured["after"]))
+            for when, found in measured.items():
+                module.print(f"{when:10}" + "".join(f"{value['mean']:>10.3f}" for value in found.values()))
         if not trainer.fast_dev_run:
             folder = Path(trainer.log_dir)
             weights = full_state_dict(module.policy)
@@ -169,13 +164,14 @@ class ExportPolicy(Callback):
                     export_policy(merge_adapter(module.policy.name, folder / "adapter"), folder / "policy")
                 write_text(folder / "policy" / "README.md", model_card(module, data, summary, measured, folder))
                 write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            module.print(f"Policy and summary.json are in {folder}.")
-        if "after" in summary:
-            names = [name for name in summary["after"] if name not in ("problems", "samples")]
-            self._compare(trainer, {f"test/{name}": summary["after"][name] for name in names})
-            module.print("test      " + "".join(f"{name:>10}" for name in names))
-            for when in ("before", "after"):
-                module.print(f"{when:10}" + "".join(f"{summary[when][name]:>10.3f}" for name in names))
+            module.print(f"Policy and summary.json are in {folder}. Next:")
+            module.print(f"  tensorboard --logdir {quote(str(folder.parent))}")
+            kind, settings = type(module.task), vars(module.task)
+            names = [n for n, (task, *_) in BENCHMARKS.items() if type(task) is kind and vars(task) == settings]
+            names += [] if settings else [f"{kind.__module__}.{kind.__name__}"]  # which evaluate.py imports
+            if names and data.test:
+                options = f"--benchmark {quote(f'{names[0]}={data.test}')} --samples {data.samples}"
+                module.print(f"  python evaluate.py --policy {quote(str(folder / 'policy'))} {options}")
 
     def _compare(self, trainer: Any, figures: dict[str, float]) -> None:
         """Log the figures after training; in TensorBoard beside the hyperparameters, if the logger was given any."""
@@ -184,16 +180,6 @@ class ExportPolicy(Callback):
                 logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
             else:
                 logger.log_metrics(figures, trainer.global_step)
-
-    def _measure(self, trainer: Any) -> dict[str, Any] | None:
-        """Metrics over the test problems, if there are any, each a mean with its interval."""
-        data = trainer.datamodule
-        if data.test is None:
-            return None
-        figures = find(trainer, Evaluate).measure(trainer, "test", data.own_problems("test"))
-        means = {name.removeprefix("test/"): value for name, value in figures.items() if name.startswith("test/")}
-        ends = {name: [figures[f"test_interval/{name}_{end}"] for end in ("low", "high")] for name in means}
-        return {name: {"mean": value, "interval": ends[name]} for name, value in means.items()}
 
 
 def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[str, Any], folder: Path) -> str:
@@ -213,20 +199,30 @@ def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[s
     return text + (f"\n```yaml\n{config.read_text()}```\n" if config.exists() else "")
 
 
+def flat(split: str, metrics: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Means and intervals under the names of the logged figures."""
+    figures = {f"{split}/{metric}": value["mean"] for metric, value in metrics.items()}
+    for end, name in enumerate(("low", "high")):
+        figures |= {f"{split}_interval/{metric}_{name}": value["interval"][end] for metric, value in metrics.items()}
+    return figures
+
+
 def find(trainer: Any, kind: type) -> Any:
     """The trainer's callback of this class."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
 @contextmanager
-def sampling_context(trainer: Any) -> Iterator[None]:
+def sampling_context(trainer: Any, sampler: Sampler, samples: int, problems: list[Problem]) -> Iterator[None]:
     """Full weights, in the precision of training, which not all of Lightning's hooks have. With bf16-mixed each weight
-    is cast once: Lightning's own autocast would cast it again for every token."""
+    is cast once: Lightning's own autocast would cast it again for every token. Explains how to save memory."""
+    rows = f"model.sampler.init_args.rows, now {getattr(sampler, 'rows', None) or 'automatic'}"
+    out_of_memory = explain_out_of_memory(f"{samples} responses to each of {len(problems)} problems", rows)
     policy, device = trainer.lightning_module.policy, trainer.strategy.root_device
     bfloat16 = trainer.precision == "bf16-mixed"
     autocast = torch.autocast(device.type, torch.bfloat16, bfloat16, cache_enabled=True)
     eager = torch.compiler.set_stance("force_eager")  # compiled layers would be compiled again for each length
-    with eager, torch.inference_mode(False), torch.no_grad(), full_weights(policy), autocast:
+    with out_of_memory, eager, torch.inference_mode(False), torch.no_grad(), full_weights(policy), autocast:
         # autocast caches only copies of weights that require gradients, so those under adapters do for the moment
         frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
         for parameter in frozen:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from topr.batching import Tokens
-from topr.distributed import gather, same_error_on_all_ranks
+from topr.distributed import Progress, gather, same_error_on_all_ranks
 from topr.io import DivergedError, InputError, first_line
 from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
@@ -30,12 +30,16 @@ BFLOAT16_PEAKS |= {"A100": 312e12, "L40S": 362e12}
 LAYOUT = Path(__file__).with_name("board.yaml")
 COLUMNS = ["real", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
 COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
+FIGURES: dict[str, Any] = {"train/loss": "loss {:.3f}".format, "val/pass@1": "pass@1 {:.3f}".format}  # of the bar
+FIGURES |= (ON_GPU := {"speed/utilisation": "MFU {:.0%}".format, "speed/peak_memory_gb": "{:.0f} GB".format})
+FIGURES["speed/tokens_per_s"] = lambda value: Progress.format_sizeof(value, " tok/s")
 
 
 class Monitor(Callback):
     """Collects statistics of each trajectory from the micro-batches of an update and logs them for the global batch."""
 
     def __init__(self):
+        self.bar = Progress()
         self.rows: list[Tensor] = []  # [columns, B] of each micro-batch
         self.indices: list[Tensor] = []  # row numbers in the data, which float32 would round
         self.clock = (0, 0.0)  # tokens and seconds of training, before this process too
@@ -64,6 +68,19 @@ class Monitor(Callback):
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.speed.start()  # the clock counts training only
+            self.on_train_batch_end(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Show the progress, but not before the end of the first update, which may print messages."""
+        step, found = trainer.global_step, trainer.callback_metrics
+        if step and self.bar.disable:
+            self.bar = Progress(total=None, unit="", first=step)
+        self.bar.desc = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}".removesuffix("/-1")
+        hidden = () if self.speed.device.type == "cuda" else ON_GPU
+        names = [name for name in FIGURES if name in found and name not in hidden]
+        self.bar.postfix = ", ".join(FIGURES[name](float(found[name])) for name in names)
+        self.bar.total = max(trainer.estimated_stepping_batches, step)  # epochs of whole groups can differ in size
+        self.bar.update(step - self.bar.n)
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         """Split the squared gradient by trajectory, exactly: each hidden state belongs to one."""
@@ -110,9 +127,7 @@ class Monitor(Callback):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
         for logger in trainer.loggers:
             logger.log_metrics(statistics, step)
-        on_gpu = ["speed/utilisation", "speed/peak_memory_gb"] * (module.policy.device.type == "cuda")
-        for name in ["train/loss", *on_gpu]:
-            module.log(name.partition("/")[2], statistics[name], prog_bar=True, logger=False, rank_zero_only=True)
+        module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
             signs = {"positives": positives(rows["advantage"], of_group), "negatives": rows["advantage"] < 0}
             for sign, chosen in signs.items():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type, restricted_string_type
 
+from topr.distributed import Progress
 from topr.policy import Policy
 
 Ids = list[int]
@@ -41,6 +42,8 @@ class Response(NamedTuple):
 
 
 class Sampler(ABC):
+    progress = Progress()  # `sample` advances it
+
     @abstractmethod
     def sample(
         self,

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from topr.distributed import stop_requested
+from topr.distributed import Progress, stop_requested
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
 
@@ -52,8 +52,9 @@ class LocalSampler(Sampler):
     def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
         numbered = zip(prompts, responses, numbers or range(len(prompts)), strict=True)
+        shape = n, sampling.max_new_tokens
         jobs = (
-            (prompt, [Draft(*draft) for draft in zip(empty, _draws(seed, number, n, sampling), strict=True)])
+            (prompt, list(map(Draft, empty, np.random.default_rng([seed, number]).random(shape))))
             for prompt, empty, number in sorted(numbered, key=lambda job: -len(job[0]))  # see `Rows.prefill`
         )
         model: Any = policy.model
@@ -63,9 +64,9 @@ class LocalSampler(Sampler):
         model.eval()
         try:
             if plain and not model._is_stateful and model._supports_logits_to_keep():
-                Rows(policy, sampling, self.rows, n * len(prompts)).decode(jobs)
+                Rows(policy, sampling, self.rows, n * len(prompts), self.progress).decode(jobs)
             else:
-                _decode_together(policy, jobs, self.rows or MOST_ROWS, sampling)
+                _decode_together(self, policy, jobs, sampling)
         finally:
             model.train(training)
             model.generation_config = configured
@@ -76,8 +77,8 @@ class LocalSampler(Sampler):
 class Rows:
     """Responses decoded side by side, by a model whose cache contains keys and values only."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, rows: int | None, responses: int):
-        self.model, self.device = policy.model, policy.device
+    def __init__(self, policy: Policy, sampling: Sampling, rows: int | None, responses: int, progress: Progress):
+        self.model, self.device, self.progress = policy.model, policy.device, progress
         self.sampling, self.ended = sampling, end_of_response(policy, sampling)
         self.free = free_memory(self.device) if rows is None else math.inf
         self.tokens = rows or MOST_ROWS  # of prompts that are computed at once; a step computes one a row
@@ -164,6 +165,8 @@ class Rows:
                 if self.ended(draft.ids):
                     self.drafts[row] = None
                     self.starts[row] = self.cursor  # the positions of a free row must not exceed the model's
+        idle = drafts.count(None)
+        self.progress.advance([self.drafts[row] for row in rows].count(None) - idle, len(drafts) - idle)
 
     def _forward(self, ids_RL: Tensor, mask_RC: Tensor, position_RL: Tensor, cache: Cache) -> Tensor:
         inputs = {"input_ids": ids_RL, "attention_mask": mask_RC.long(), "position_ids": position_RL}
@@ -238,17 +241,12 @@ def _copy(numbers: Sequence, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(numbers)).to(device, non_blocking=True)
 
 
-def _draws(seed: int, number: int, n: int, sampling: Sampling) -> np.ndarray:
-    """Random numbers for the tokens of n responses to a prompt."""
-    return np.random.default_rng([seed, number]).random((n, sampling.max_new_tokens))
-
-
 def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
     rows = [torch.tensor([ids, [1] * len(ids)]).T for ids in prompts]
     return pad_sequence(rows, batch_first=True, padding_side="left").to(device, non_blocking=True).unbind(-1)
 
 
-def _decode_together(policy: Policy, jobs: Iterable[tuple[Ids, list[Draft]]], rows: int, sampling: Sampling) -> None:
+def _decode_together(sampler: LocalSampler, policy: Policy, jobs: Iterable, sampling: Sampling) -> None:
     """Extend the empty drafts by transformers' `generate`, which waits for the longest of each batch."""
     model: Any = policy.model
     ended, pairs = end_of_response(policy, sampling), ((prompt, draft) for prompt, drafts in jobs for draft in drafts)
@@ -266,9 +264,10 @@ def _decode_together(policy: Policy, jobs: Iterable[tuple[Ids, list[Draft]]], ro
     model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
-    while not stop_requested.is_set() and (batch := list(islice(pairs, rows))):
+    while not stop_requested.is_set() and (batch := list(islice(pairs, sampler.rows or MOST_ROWS))):
         ids_PL, mask_PL = _pad_left([prompt for prompt, _ in batch], policy.device)
         width = ids_PL.shape[1]
         output_RL = model.generate(ids_PL, attention_mask=mask_PL, **options)
         for (_, draft), ids in zip(batch, output_RL[:, width:].tolist(), strict=True):
             draft.ids.extend(ids[: first_end(ids, ended)])
+            sampler.progress.advance(1, len(draft.ids))

@@ -96,6 +96,7 @@ class ServerSampler(Sampler):
                 remedy = "use vLLM, SGLang or flavour openai"
                 raise InputError(f"{client.base_url} answers without choices, usage or token ids; {remedy}") from error
             length = first_end(ids, ended) if certain else None
+            self.progress.advance(1, length or 0)
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
         async with openai.DefaultAsyncHttpxClient() as http:
