@@ -50,23 +50,38 @@ def write_report(out: Path, results: Any, rows: dict[str, dict[str, Row]]) -> st
     return text
 
 
-def draw(path: Path, rows: dict[str, dict[str, Row]]) -> None:
-    """Shares with their intervals as PNG: a panel for each metric, a colour for each series."""
+def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
+    """Shares with their intervals as PNG, a panel for each metric. Places stand on the horizontal axis, in order if it
+    is named; each series has a colour and a marker. Series that have one place are listed from top to bottom."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
     places = list(dict.fromkeys(place for group in rows.values() for place in group))
     found = [item for group in rows.values() for row in group.values() for item in row.items()]
     metrics = list(dict.fromkeys(name for name, value in found if is_summary(value) and name != "length"))
-    figure = Figure(figsize=(2.2 + 1.9 * len(metrics), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
-    for axis, metric in zip(axes, metrics, strict=True):
-        for i, (series, group) in enumerate(rows.items()):
-            points = {places.index(place) + 0.1 * i: row[metric] for place, row in group.items() if metric in row}
-            mean = 100 * np.array([point["mean"] for point in points.values()])
-            ends = np.abs(100 * np.array([point["interval"] for point in points.values()]).T - mean)
-            axis.errorbar(list(points), mean, ends, fmt="o", capsize=3, label=series)
-        axis.set(title=metric, xticks=range(len(places)), xticklabels=places, ylim=(0, None))
-    axes[0].set_ylabel("per cent, 95% interval")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    listed, shown = len(places) == 1, "per cent, 95% interval"
+    with style.context("petroff10"):  # colours that colour-blind readers can tell apart
+        size = (2.2 + 1.9 * len(metrics), 1 + 0.25 * len(rows)) if listed else (1 + 3.2 * len(metrics), 4)
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+        for panel, metric in zip(panels, metrics, strict=True):
+            for i, (series, group) in enumerate(rows.items()):
+                points = {places.index(place) + 0.1 * i: row[metric] for place, row in group.items() if metric in row}
+                mean = 100 * np.array([point["mean"] for point in points.values()])
+                ends = np.abs(100 * np.array([point["interval"] for point in points.values()]).T - mean)
+                if listed:
+                    panel.errorbar(mean, [i] * len(mean), xerr=ends, fmt="oC0", capsize=3)
+                else:
+                    form = "os^DvP*X"[i % 8] + "-" * bool(axis)
+                    panel.errorbar(list(points), mean, ends, fmt=form, capsize=3, lw=1, label=series)
+            if listed:
+                panel.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.5), xlabel=shown)
+            else:
+                panel.set(xticks=range(len(places)), xticklabels=places, ylim=(0, None), xlabel=axis)
+            panel.set_title(metric)
+        if not listed:
+            panels[0].set_ylabel(shown)
+            handles = panels[0].get_legend_handles_labels()
+            figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
