@@ -14,9 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 from conftest import ROOT
 
 import topr.reproduce.__main__ as command
+from topr import losses
 from topr.evaluation.report import cell, is_summary
 from topr.io import DivergedError, InputError
 from topr.reproduce import claims, experiments
@@ -132,26 +134,45 @@ def fitted(experiment, run, seed):
     curve = [{"pass@1": 0.3, "invalid": 0.4}, {"pass@1": 0.4 + 0.001 * seed, "invalid": 0.3}]
     curve.append({"pass@1": np.mean(end["pass@1"]), "invalid": end["invalid"][0]})
     logged = {"weight/positives_truncated": [0.0] * 8 + [0.2, 0.4], "weight/negatives_truncated": [0.0] * 9 + [1.0]}
-    return {"result": end, "curve": curve, "logged": logged, "steps": 10, "positive_share": 0.25}
+    return {"result": end, "curve": curve, "logged": logged, "steps": 10, "train_cpu_s": 4.9, "positive_share": 0.25}
 
 
 def study(make=fitted, **changes) -> Study:
     return Results(make, setting(**changes), [1, 2, 3])
 
 
+def test_the_chosen_rate_has_the_best_mean_of_those_at_which_no_seed_falls():
+    gains = {1e-4: [0.1, 0.2], 3e-4: [0.3, 0.2], 1e-3: [0.9, -0.051]}
+    assert best(gains) == 3e-4 and best(gains | {1e-3: [0.9, -0.05]}) == 1e-3
+    assert best({1e-4: [-0.1, 0.0], 3e-4: [-0.06, 0.9]}) == 1e-4  # none is safe
+
+
 def test_each_method_is_measured_at_its_own_best_rate():
     of = study(rates=(1e-4, 3e-4, 1e-3))
-    runs, grid = of.method_runs, of.grid
+    runs, grid = of.methods
     assert best(grid["TOPR"]) == 3e-4 and best(grid["REINFORCE"]) == 1e-4
-    assert best({1e-4: 0.2, 3e-4: 0.9, 1e-3: 0.5}) == 3e-4
+    assert grid["TOPR"][1e-3] == pytest.approx(3 * [0.7 - 0.3 - 0.0007], abs=1e-5)
     asked = {label: run for name, label, run, _ in of.asked if name == "train" and "points" in run}
     assert asked["TOPR"] == {"loss": ["TOPR", {}], "rate": 3e-4, "points": 8, "split": "test", "samples": 16}
     assert asked["REINFORCE, two epochs"]["epochs"] == 2 and asked["REINFORCE, two epochs"]["rate"] == 1e-4
     assert asked["REINFORCE, TOPR's rate"]["rate"] == 3e-4 and list(runs) == [START, *asked]
-    tuned = [(run, seed) for _, label, run, seed in of.asked if label.startswith("grid")]
-    assert all(run["split"] == "val" for run, _ in tuned) and {seed for _, seed in tuned} == {1, 2}
+    tuned = {seed for _, _, run, seed in of.asked if run["split"] == "val"}
+    measured = {seed for _, _, run, seed in of.asked if run["split"] == "test"}
+    assert tuned == {101, 102, 103} and measured == {1, 2, 3}
     budget = study(budget=8).method("TOPR")
     assert budget == {"curation": {"way": "uniform", "budget": 8}, "loss": ["TOPR", {}]}
+
+
+@pytest.mark.parametrize("claim", [claims.effective_share, claims.iterations])
+def test_every_claim_chooses_rates_on_seeds_that_it_does_not_report(claim):
+    def make(experiment, run, seed):
+        found = {"result": scores(0.3, seed=seed), "results": [scores(0.3)] * 5}
+        return found | {"shares": [0.5] * 4, "updates": [1] * 4}
+
+    of = study(make)
+    claim(of)
+    assert {seed for *_, run, seed in of.asked if run["split"] == "val"} == {101, 102, 103}
+    assert {seed for *_, run, seed in of.asked if run["split"] == "test"} == {1, 2, 3}
 
 
 def test_claim_1_is_a_rise_and_a_collapse():
@@ -219,7 +240,7 @@ def test_claim_5_needs_15_per_cent_to_beat_both(values, answers):
     assert high - low == pytest.approx(0.2)
 
 
-def test_claim_6_compares_at_the_best_and_at_the_largest_rate():
+def test_claim_6_compares_at_topr_s_rate_and_at_the_next_larger():
     def make(experiment, run, seed):
         if not run.get("loss"):
             return {"result": scores(0.3, 0.2, seed)}
@@ -227,10 +248,11 @@ def test_claim_6_compares_at_the_best_and_at_the_largest_rate():
         broken = run["rate"] == 1e-3 and loose and sampling
         return {"result": scores(0.05 if broken else 0.6 - run["rate"], 0.6 if broken else 0.1, seed)}
 
-    claim = claims.loose_clipping(study(make, rates=(1e-4, 1e-3)))
-    at_best, at_largest = list(claim.parts.values())[:4], list(claim.parts.values())[4:]
-    assert at_best == [False, False, True, None] and at_largest == [True, True, True, True]
-    assert "at TOPR's own rate, 0.0001" in list(claim.parts)[0] and "at the largest, 0.001" in list(claim.parts)[4]
+    claim = claims.loose_clipping(study(make, rates=(1e-4, 1e-3, 1e-2)))
+    own, larger = list(claim.parts.values())[:4], list(claim.parts.values())[4:]
+    assert own == [False, False, True, None] and larger == [True, True, True, True]
+    assert "at TOPR's own rate, 0.0001" in list(claim.parts)[0] and "at the next larger, 0.001" in list(claim.parts)[4]
+    assert len(claims.loose_clipping(study(make, rates=(1e-4,))).parts) == 4
 
 
 def test_claim_7_compares_chains_iteration_by_iteration():
@@ -259,6 +281,33 @@ def test_claim_8_compares_the_weighted_vote_with_the_majority():
     assert verdict(claim.parts) == "yes"
     assert claim.differences["after: weighted minus majority"]["@8"]["mean"] == pytest.approx(0.7 - 0.52)
     assert claim.differences["after minus before"]["accuracy"]["mean"] == pytest.approx(0.2)
+
+
+def test_every_loss_is_ranked_beside_the_start():
+    of = study(rates=(1e-4, 3e-4))
+    claim = claims.every_loss(of)
+    names = [name for name in SETTINGS["losses"] if name not in claims.LOOSE]
+    assert set(claim.measured) == {START, *names} and len(names) == 21 and claim.parts == {}
+    assert list(claim.measured)[0].startswith("TOPR") and verdict(claim.parts) == "not a claim"
+    means = [row["pass@1"]["mean"] for row in claim.measured.values()]
+    assert means == sorted(means, reverse=True)
+    found = claim.measured["DPO"]
+    assert found["minus TOPR"]["mean"] == pytest.approx(0.35 - 0.7) and found["updates"] == 10
+    assert found["CPU seconds"] == 5 and found["largest fall"]["mean"] == pytest.approx(0.4 - 0.35, abs=2e-3)
+    assert "minus TOPR" not in claim.measured["TOPR"] and best(claim.tuning["KTO"]) == 3e-4
+
+
+def test_the_comparison_holds_every_shipped_loss():
+    overlays = [yaml.safe_load(path.read_text())["model"]["loss"] for path in (ROOT / "configs/loss").glob("*.yaml")]
+    shipped = [attributes(loss["class_path"].split(".")[-1], loss["init_args"]) for loss in overlays]
+    compared = {name: attributes(*loss) for name, loss in SETTINGS["losses"].items() if name not in claims.LOOSE}
+    assert all(loss in compared.values() for loss in shipped)
+    extra = [name for name, loss in compared.items() if loss not in shipped]
+    assert extra == ["TOPR, effective share 20%", "PPO, sequence ratio"]
+
+
+def attributes(name: str, arguments: dict) -> tuple[str, dict]:
+    return name, vars(getattr(losses, name)(**arguments))
 
 
 # the jobs
@@ -466,11 +515,11 @@ def test_the_command_writes_its_report_and_figures(reported, tmp_path):
     claim = found["claims"][0]
     assert claim["statement"] == "Naive REINFORCE improves, then collapses" and claim["paper"].startswith("Figures 1")
     assert claim["holds"] == "yes" and set(claim["parts"].values()) == {"yes"}
-    assert claim["validation"]["TOPR"]["0.0003"] == pytest.approx(0.7015)
+    assert claim["tuning"]["TOPR"]["0.0003"] == pytest.approx(3 * [0.4])
     assert found["setting"]["base"]["batch_size"] == 96
     assert "| 1. Naive REINFORCE improves, then collapses | Figures 1 and 3" in text and "| **yes** |" in text
     assert "| TOPR | 70.2 [70.0, 70.4] | 80.0 [80.0, 80.0] | 10.0 [10.0, 10.0] |" in text
-    assert "TOPR 0.0003" in text and "claim 1 holds: yes\n" in out
+    assert "TOPR 0.0003, positives only" in text and "REINFORCE 0.0001," in text and "1. holds: yes\n" in out
     for number in (1, 4):
         assert (tmp_path / f"out/standard/claim_{number}.png").stat().st_size > 5000
 
@@ -478,10 +527,10 @@ def test_the_command_writes_its_report_and_figures(reported, tmp_path):
 def test_rows_with_a_place_in_their_label_are_points_of_a_series(reported, monkeypatch):
     rows = {"IS, clip 1 at rate 0.1": {"a": 1}, "IS, clip 1 at rate 0.2": {"a": 2}, START: {"a": 0}}
     figures = []
-    monkeypatch.setattr(command, "draw", lambda path, figure: figures.append(figure))
+    monkeypatch.setattr(command, "draw", lambda path, *figure: figures.append(figure))
     monkeypatch.setattr(command, "CLAIMS", [lambda study: claims.Claim({}, {}, {}, {}, figure=rows)])
     reported("--claims", "1")
-    assert figures == [{"IS, clip 1": {"0.1": {"a": 1}, "0.2": {"a": 2}}, START: {"": {"a": 0}}}]
+    assert figures == [({"IS, clip 1": {"0.1": {"a": 1}, "0.2": {"a": 2}}, START: {"": {"a": 0}}}, "rate")]
 
 
 def test_a_quick_report_is_kept_apart(reported, tmp_path):
@@ -493,10 +542,10 @@ def test_a_quick_report_is_kept_apart(reported, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--claims", "1,9"], "--claims has '9'; this regime has 1,2,3"),
+        (["--claims", "1,10"], "--claims has '10'; this regime has 1,2,3,4,5,6,7,8,9"),
         (["--claims", "one"], "--claims has 'one'"),
         (["--claims", ""], "--claims has ''"),
-        (["--regime", "strong", "--claims", "1,2"], "--claims has '2'; this regime has 1,4,5,6,7"),
+        (["--regime", "strong", "--claims", "1,2"], "--claims has '2'; this regime has 1,4,5,6,7,9"),
         (["--regime", "strong", "--quick"], "--quick needs --regime standard"),
         (["--regime", "plain"], "plain"),
         (["--seeds", "1"], "--seeds is 1"),

@@ -28,7 +28,7 @@ def reproduce(
     """Measure claims, and write the report after each.
 
     Args:
-        claims: numbers from 1 to 8, with commas (default: all that the regime has)
+        claims: numbers with commas: 1 to 8 are the paper's (default: those of the regime), 9 compares all losses
         seeds: number of seeds, each with its own base policy and data (default: 5, or 2 with --quick)
         regime: the embedded setting; strong has a strong base policy of high entropy, and SGD
         out: folder; the report is in a folder under it
@@ -37,8 +37,9 @@ def reproduce(
     if quick and regime != "standard":
         raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
     setting = SimpleNamespace(**SETTINGS["standard"] | SETTINGS["quick" if quick else regime])
-    known = [str(number) for number in setting.claims]
-    wanted = known if claims is None else sorted(set(claims.split(",")))
+    default = [str(number) for number in setting.claims]
+    known = [*default, "9"]
+    wanted = default if claims is None else sorted(set(claims.split(",")))
     if unknown := set(wanted) - set(known):
         raise InputError(f"--claims has {min(unknown)!r}; this regime has {','.join(known)}")
     seeds = seeds if seeds is not None else 2 if quick else 5
@@ -56,21 +57,23 @@ def reproduce(
     for number in map(int, wanted):
         measure = CLAIMS[number - 1]
         statement, _, paper = " ".join(str(measure.__doc__).split()).strip(".)").rpartition(" (")
-        print(f"claim {number}: {statement}", flush=True)
+        print(f"{number}. {statement}", flush=True)
         claim = measure(study)
         found: dict[str, Any] = {"claim": number, "statement": statement, "paper": paper, "seeds": study.seeds}
         found |= {"holds": verdict(claim.parts)} | claim._asdict()
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
-        figure: dict[str, Rows] = {}  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
+        axis, figure = "", dict[str, Rows]()  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
         for label, row in (found.pop("figure") or claim.measured).items():  # such as `TOPR at rate 0.1`
-            name, _, place = label.partition(" at ")
-            figure.setdefault(name, {})[place.rpartition(" ")[2]] = row
-        draw(folder / f"claim_{number}.png", figure)
+            name, _, where = label.partition(" at ")
+            *words, place = where.rsplit(" ", 1)
+            axis = (words or [axis])[0]
+            figure.setdefault(name, {})[place] = row
+        draw(folder / f"claim_{number}.png", figure, axis)
         report["claims"].append(found)
         text = markdown(report | study.provenance())
         write_text(folder / "claims.md", text)
         write_text(folder / "claims.json", json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n")
-        print(f"claim {number} holds: {found['holds']}", flush=True)
+        print(f"{number}. holds: {found['holds']}", flush=True)
     print(f"\n{text.split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
 
 
@@ -88,9 +91,13 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
         lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
         lines += [f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip() for title in ("measured", "differences")]
-        rates = ", ".join(f"{label} {best(scores):g}" for label, scores in claim["validation"].items())
-        lines.append(f"\nLearning rates, chosen by mean pass@1 on validation: {rates}.")
+        rates = ", ".join(f"{name} {rate_of(gains)}" for name, gains in claim["tuning"].items())
+        lines.append(f"\nLearning rates, chosen on other seeds: {rates}.")
     return "\n".join(lines) + "\n"
+
+
+def rate_of(gains: dict[float, list[float]]) -> str:
+    return f"{best(gains):g}" + " (an end of the grid)" * (best(gains) in (min(gains), max(gains)))
 
 
 def main() -> None:

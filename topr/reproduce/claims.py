@@ -1,4 +1,4 @@
-"""The claims: TOPR against other methods (1 to 4), and what it is applied to (5 to 8).
+"""The claims: TOPR against other methods (1 to 4), what it is applied to (5 to 8); and all losses side by side (9).
 
 The first sentence of a docstring is the claim, the brackets after it are the place in the paper.
 """
@@ -13,6 +13,7 @@ from topr.reproduce.experiments import Experiment
 from topr.reproduce.study import START, Claim, Study, above, below, best, by_seed, differences, over_seeds, row, rows
 
 LONG, FAST = "REINFORCE, two epochs", "REINFORCE, TOPR's rate"
+LOOSE = ["IS, clip 1", "IS, clip 100", "TOPR, clip 100"]
 UNIFORM, KARENINA, SAME_RATE = "uniform", "Anna Karenina", "uniform, Anna Karenina's rate"
 
 
@@ -21,13 +22,13 @@ def curves(study: Study, *names: str) -> dict[str, Any]:
     return {
         f"{name} at validation {i}": row(pd.DataFrame(points)[["pass@1", "invalid"]])
         for name in names
-        for i, points in enumerate(zip(*(result["curve"] for result in study.method_runs[name]), strict=False))
+        for i, points in enumerate(zip(*(result["curve"] for result in study.methods[0][name]), strict=False))
     }
 
 
 def collapse(study: Study) -> Claim:
     """Naive REINFORCE improves, then collapses (Figures 1 and 3: rises, then most outputs are degenerate)."""
-    runs = study.method_runs
+    runs, grid = study.methods
     columns = [[point["pass@1"] for point in result["curve"]] for result in runs[LONG]]
     peaks = np.array([column[other_peak(columns, i)] for i, column in enumerate(columns)])
     rise = over_seeds(peaks - [column[0] for column in columns])
@@ -41,7 +42,7 @@ def collapse(study: Study) -> Claim:
         "with most responses invalid": above(measured[LONG]["invalid"], 0.5),
     }
     measured[f"{LONG}, on validation"] = {"rise to its peak": rise, "fall from its peak": fall}
-    return Claim(measured, changes, parts, study.grid, curves(study, LONG, FAST, "TOPR"))
+    return Claim(measured, changes, parts, grid, curves(study, LONG, FAST, "TOPR"))
 
 
 def other_peak(columns: list[list[float]], i: int) -> int:
@@ -51,7 +52,7 @@ def other_peak(columns: list[list[float]], i: int) -> int:
 
 def clipping(study: Study) -> Claim:
     """PPO makes little progress: most data leave the clip's range and lose their gradient (Figure 3)."""
-    runs, names, parts = study.method_runs, ["PPO", "PPO, sequence ratio"], {}
+    (runs, grid), names, parts = study.methods, ["PPO", "PPO, sequence ratio"], {}
     measured = rows(runs, START, *names, "TOPR")
     changes = differences(runs, *((name, other) for name in names for other in ("TOPR", START)))
     for name in names:
@@ -62,7 +63,7 @@ def clipping(study: Study) -> Claim:
         changes[f"{name}: gain minus half of TOPR's"] = {"pass@1": gain}
         parts[f"{name} gains less than half of what TOPR gains"] = below(gain)
         parts[f"at the end of {name}, most of the data has no gradient"] = above(lost, 0.5)
-    return Claim(measured, changes, parts, study.grid)
+    return Claim(measured, changes, parts, grid)
 
 
 def without_gradient(logged: dict[str, list[float]], positive_share: float, **_: Any) -> float:
@@ -74,7 +75,7 @@ def without_gradient(logged: dict[str, list[float]], positive_share: float, **_:
 
 def comparison(study: Study) -> Claim:
     """DPO does well off-policy; TOPR at least as well, and it alone sharply lowers the invalid rate (Figure 3)."""
-    runs, names = study.method_runs, ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
+    (runs, grid), names = study.methods, ["TOPR", "positives only", "DPO", "PPO", "PPO, sequence ratio", "REINFORCE"]
     changes = differences(runs, *((name, START) for name in names), *combinations(names, 2))
     invalid = {name: by_seed(runs[name])["invalid"] for name in (START, *names)}
     halved = {name: over_seeds(invalid[name] - invalid[START] / 2) for name in names}
@@ -85,13 +86,13 @@ def comparison(study: Study) -> Claim:
     }
     parts |= {f"{name} does not": above(halved[name]) for name in names[2:]}  # the paper compares TOPR with these
     changes |= {f"{name}: invalid minus half of the start's": {"invalid": gap} for name, gap in halved.items()}
-    return Claim(rows(runs, START, *names), changes, parts, study.grid, curves(study, *names))
+    return Claim(rows(runs, START, *names), changes, parts, grid, curves(study, *names))
 
 
 def positives_only(study: Study) -> Claim:
     """Positives only is stable but lower in pass@1 and maj@k; negatives rescue questions with few or no solutions
     (Figure 4)."""
-    runs, names = study.method_runs, [START, "TOPR", "positives only"]
+    (runs, grid), names = study.methods, [START, "TOPR", "positives only"]
     changes = differences(runs, ("positives only", "TOPR"), ("positives only", START))
     solved, topr, positives = (np.array([result["result"]["pass@1"] for result in runs[name]]) for name in names)
     gains = {}
@@ -106,7 +107,7 @@ def positives_only(study: Study) -> Claim:
         "negatives help most where the base policy is right in up to a quarter": above(most),
     }
     changes["TOPR minus positives only, by how often the base policy is right"] = row(pd.DataFrame(gains))
-    return Claim(rows(runs, *names), changes, parts, study.grid)
+    return Claim(rows(runs, *names), changes, parts, grid)
 
 
 def effective_share(study: Study) -> Claim:
@@ -118,7 +119,7 @@ def effective_share(study: Study) -> Claim:
         f"{name} at effective share {share:.0%}": {"loss": ["TOPR", {"positive_share": share}], "curation": data[name]}
         for name, share in product(data, setting.shares)
     }
-    grid = study.tune(runs, setting.share_tuning_seeds)
+    grid = study.tune(runs)
     names, trainings = list(data), {label: run | {"rate": best(grid[label])} for label, run in runs.items()}
     if rate := setting.small_rate:
         names += [f"{name}, rate {rate:g}," for name in data]
@@ -140,14 +141,15 @@ def loose_clipping(study: Study) -> Claim:
     (Figure 7: importance sampling ends with 31% bad outputs, 12% before)."""
     setting, changes, parts = study.setting, dict[str, Any](), {}
     data = {"curation": {"way": "share", "share": 0.4, "total": setting.total}}
-    runs = {name: study.method(name) | data for name in ("IS, clip 1", "IS, clip 100", "TOPR, clip 100")}
-    grid, rates = study.tune(runs, setting.tuning_seeds), setting.rates
+    runs = {name: study.method(name) | data for name in LOOSE}
+    grid, rates = study.tune(runs), setting.rates
     trainings = {f"{name} at rate {rate:g}": runs[name] | {"rate": rate} for rate in rates for name in runs}
     ends = study.train(trainings, min(8, setting.samples))
     loose = {rate: [f"{name}, clip 100 at rate {rate:g}" for name in ("IS", "TOPR")] for rate in rates}
     for sampling, topr in loose.values():
         changes |= differences(ends, (sampling, START), (topr, START), (topr, sampling))
-    for when, rate in (("at TOPR's own rate", best(grid["TOPR, clip 100"])), ("at the largest", max(rates))):
+    own = rates.index(best(grid["TOPR, clip 100"]))
+    for when, rate in zip(("at TOPR's own rate", "at the next larger"), rates[own:], strict=False):
         sampling, topr = loose[rate]
         where, change = f"with clip 100 {when}, {rate:g}", changes[f"{sampling} minus {START}"]
         parts[f"{where}: IS ends below the start"] = below(change["pass@1"])
@@ -161,7 +163,7 @@ def iterations(study: Study) -> Claim:
     """Several iterations keep improving; Anna Karenina sampling beats uniform (Figure 10: 79.6% to 75.4% on GSM8K)."""
     sizes = {"prompts": study.setting.prompts, "budget": 8, "pool": study.setting.pool}
     runs = {UNIFORM: sizes | {"way": "uniform"}, KARENINA: sizes | {"way": "anna_karenina"}}
-    grid = study.tune({name: run | {"count": 2} for name, run in runs.items()}, 1, Experiment.iterate)
+    grid = study.tune({name: run | {"count": 2} for name, run in runs.items()}, Experiment.iterate)
     given = {"count": 4, "split": "test", "samples": min(8, study.setting.samples)}
     chains = {name: run | given | {"rate": best(grid[name])} for name, run in runs.items()}
     chains[SAME_RATE] = chains[UNIFORM] | {"rate": chains[KARENINA]["rate"]}
@@ -186,7 +188,7 @@ def iterations(study: Study) -> Claim:
 def verifier(study: Study) -> Claim:
     """A generative verifier trained with TOPR: more accurate, fewer invalid critiques, better weighted votes
     (Table 2: accuracy 32.6 to 70.9%, invalid 34.2 to 0.9%; weighted self-consistency 55.5 to 61.5)."""
-    grid = study.tune({"TOPR": study.method("TOPR")}, study.setting.tuning_seeds)  # of the arithmetic itself
+    grid = study.tune({"TOPR": study.method("TOPR")})  # of the arithmetic itself
     run = {"rate": best(grid["TOPR"]), "samples": 8, "critiques": 4, "steps": study.setting.verifier_steps}
     results = study.run(Experiment.verify, {"verifier": run}, study.seeds)["verifier"]
     before, after = by_seed(results, "before"), by_seed(results, "after")
@@ -200,4 +202,21 @@ def verifier(study: Study) -> Claim:
     return Claim({"before": row(before), "after": row(after)}, changes, parts, grid)
 
 
+def every_loss(study: Study) -> Claim:
+    """Every shipped loss on the same trajectories, each at its own rate (no claim of the paper)."""
+    runs, grid = study.tuned([name for name in study.losses if name not in LOOSE])
+    ends = study.train(runs, study.setting.samples)
+    measured, changes = rows(ends), differences(ends, *((name, "TOPR") for name in runs if name != "TOPR"))
+    for name in runs:
+        curves = [np.array([point["pass@1"] for point in result["curve"]]) for result in ends[name]]
+        measured[name]["largest fall"] = over_seeds([(np.maximum.accumulate(c) - c).max() for c in curves])
+        if name != "TOPR":
+            measured[name]["minus TOPR"] = changes[f"{name} minus TOPR"]["pass@1"]
+        for label, key in (("updates", "steps"), ("CPU seconds", "train_cpu_s")):
+            measured[name][label] = round(np.mean([result[key] for result in ends[name]]))
+    ranking = sorted(measured, key=lambda name: measured[name]["pass@1"]["mean"], reverse=True)
+    return Claim({name: measured[name] for name in ranking}, changes, {}, grid)
+
+
 CLAIMS = [collapse, clipping, comparison, positives_only, effective_share, loose_clipping, iterations, verifier]
+CLAIMS += [every_loss]

@@ -1,5 +1,6 @@
 """Experiments on the embedded task: base policies, trainings, iterations, verifiers."""
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import lightning
 import numpy as np
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from topr import losses
@@ -114,7 +116,7 @@ class Experiment:
         """Train a policy on a file of trajectories, by default with TOPR, validating it `points` times an epoch.
         Returns it, None if training diverged; and validation curve, logged statistics, number of updates. The curve of
         a training that diverged ends as that of a policy without valid responses."""
-        rows: list[dict[str, Any]] = []  # of what training logs
+        rows, clock = list[dict[str, Any]](), list[float]()  # what training logs; ends minus beginnings of its batches
         logger = DummyLogger()
         logger.log_metrics = lambda metrics, step: rows.append(metrics)  # type: ignore[method-assign, misc]
         loss, task = loss or losses.TOPR(), task or self.task
@@ -124,10 +126,15 @@ class Experiment:
             train=str(data), val=val, val_samples=2, sampling=task.sampling, batch_size=64,
             seed=self.seed, policy=str(policy), loss=loss, task=task,
         )  # fmt: skip
+        timer = LambdaCallback(
+            on_train_batch_start=lambda *_: clock.append(-time.process_time()),
+            on_train_batch_end=lambda *_: clock.append(time.process_time()),
+        )
         trainer = lightning.Trainer(
             accelerator="cpu", max_epochs=epochs, gradient_clip_val=1.0, log_every_n_steps=1,
             val_check_interval=1 / points if points else 1.0, num_sanity_val_steps=0, logger=logger,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=timer,
         )  # fmt: skip
         trained: Policy | None = None
         with suppress(DivergedError):
@@ -142,7 +149,8 @@ class Experiment:
         truncated = "weight/positives_truncated", "weight/negatives_truncated"
         logged = {name: [row[name] for row in rows if name in row] for name in truncated}
         share = float((trajectories.reward > 0).mean())
-        return trained, {"curve": curve, "logged": logged, "steps": module.global_step, "positive_share": share}
+        found = {"curve": curve, "logged": logged, "steps": module.global_step, "positive_share": share}
+        return trained, found | {"train_cpu_s": sum(clock[: len(clock) // 2 * 2])}  # one may not have ended
 
     def measure(self, policy: Policy | None, split: str, samples: int) -> dict[str, Any]:
         """pass@1, maj@samples and invalid of each problem; None stands for a policy that has diverged."""
