@@ -177,7 +177,7 @@ def test_every_claim_chooses_rates_on_seeds_that_it_does_not_report(claim):
 
 def test_claim_1_is_a_rise_and_a_collapse():
     claim = claims.collapse(study())
-    assert verdict(claim.parts) == "yes" and len(claim.parts) == 4
+    assert verdict(claim.parts) == "yes" and len(claim.parts) == 6
     row = claim.measured["REINFORCE, two epochs, on validation"]
     assert row["rise to its peak"]["mean"] == pytest.approx(0.102) and row["fall from its peak"]["mean"] < -0.3
     steady = claims.collapse(study(lambda *of: fitted(*of) | {"result": scores(0.5, seed=of[2])}))

@@ -40,6 +40,8 @@ def collapse(study: Study) -> Claim:
         "and then falls": below(fall),
         "below where it began": below(changes[f"{LONG} minus {START}"]["pass@1"]),
         "with most responses invalid": above(measured[LONG]["invalid"], 0.5),
+        "in one epoch at TOPR's rate it ends below where it began": below(changes[f"{FAST} minus {START}"]["pass@1"]),
+        "with most responses invalid there": above(measured[FAST]["invalid"], 0.5),
     }
     measured[f"{LONG}, on validation"] = {"rise to its peak": rise, "fall from its peak": fall}
     return Claim(measured, changes, parts, grid, curves(study, LONG, FAST, "TOPR"))
