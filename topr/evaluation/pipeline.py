@@ -48,7 +48,7 @@ def sample_and_grade(
     n: int,
     sampling: Sampling,
     seed: int,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] = (),
 ) -> list[Trajectory]:
     """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty; for
     `seed` and `numbers` see `Sampler.sample`."""

@@ -47,7 +47,7 @@ class LocalSampler(Sampler):
         self.rows = rows
 
     @torch.no_grad()
-    def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, numbers=()) -> list[list[Response]]:
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
         numbered = zip(prompts, responses, numbers or range(len(prompts)), strict=True)
         shape = n, sampling.max_new_tokens
