@@ -4,7 +4,7 @@ import gc
 import hashlib
 import json
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,7 @@ from topr.evaluation.pipeline import BENCHMARKS, find_benchmark, read_parts
 from topr.evaluation.report import write_report
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
-from topr.sampling import LocalSampler, Sampling
-from topr.sampling.base import Stop
+from topr.sampling import LocalSampler, Sampling, Stop
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 
@@ -139,8 +138,7 @@ def main() -> None:
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k and maj@k (default: the samples)")
     parser.add_argument("--greedy", action="store_true", help="the likeliest token each time, one response a problem")
     parser.add_argument("--stop", nargs="*", type=Stop, help="texts that end a response")
-    parser.add_class_arguments(Sampling, as_group=False, skip={"stop"})
-    names = [field.name for field in fields(Sampling)]
+    names = [*parser.add_class_arguments(Sampling, as_group=False, skip={"stop"}), "stop"]
     parser.set_defaults(dict.fromkeys(names))  # the benchmark's
     parser.add_function_arguments(evaluate, as_group=False, skip={"policy", "benchmark", "k", "sampling"})
     with command():

@@ -21,8 +21,7 @@ import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from topr.distributed import die_with_parent
-from topr.evaluation import group_by_problem, per_problem, summarise
-from topr.evaluation.pipeline import read_parts
+from topr.evaluation import group_by_problem, per_problem, read_parts, summarise
 from topr.evaluation.report import cell, write_report
 from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
 from topr.trajectories import Trajectory, read_metadata

@@ -8,8 +8,6 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from topr.io import InputError
-
 EPSILON = 1e-30  # added to squared gradients
 SMALLEST_SCALE = 1e-3  # of a parameter, with `scale_parameter`
 
@@ -28,7 +26,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable, lr: float = 5e-7, scale_parameter: bool = False, weight_decay: float = 0.0):
         if lr < 0 or weight_decay < 0:
-            raise InputError(f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative")
+            raise ValueError(f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative")
         super().__init__(params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay})
 
     @torch.no_grad()

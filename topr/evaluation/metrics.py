@@ -70,7 +70,6 @@ class PerProblem(Metric):
     """`response_metrics` of each problem of all ranks, rank by rank."""
 
     values_PM: list[torch.Tensor]  # P problems, M metrics
-    full_state_update = False
 
     def __init__(self, k: int):
         super().__init__()
@@ -79,8 +78,7 @@ class PerProblem(Metric):
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
     def update(self, trajectories: Responses) -> None:
-        problems = group_by_problem(trajectories)
-        rows = [list(response_metrics(responses, [self.k]).values()) for responses in problems]
+        rows = [list(response_metrics(some, [self.k]).values()) for some in group_by_problem(trajectories)]
         self.values_PM.append(torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names)))
 
     def compute(self) -> dict[str, np.ndarray]:

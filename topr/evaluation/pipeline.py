@@ -48,7 +48,7 @@ def sample_and_grade(
     n: int,
     sampling: Sampling,
     seed: int,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] = (),
 ) -> list[Trajectory]:
     """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty; for
     `seed` and `numbers` see `Sampler.sample`."""
@@ -121,8 +121,7 @@ class SamplingJob:
         return provenance(self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0)
 
     def missing_parts(self, folder: Path) -> list[tuple[Path, list[Problem]]]:
-        """The files that are still to be written, each with its `PART` problems; an InputError if the folder holds
-        trajectories of another job."""
+        """The files still to write, each with its `PART` problems; an InputError if the folder holds another job's."""
         starts = range(0, len(self.problems), PART)
         parts = {folder / f"part-{start // PART:05d}.parquet": self.problems[start : start + PART] for start in starts}
         sweep(folder)

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import style
+from matplotlib.figure import Figure
 
 from topr.io import atomic, write_text
 
@@ -27,7 +29,7 @@ def cell(value: Any, scale: int = 100, sign: str = "") -> str:
 def table(rows: dict[str, Row], sign: str = "") -> str:
     """Markdown table of labelled rows: their summaries (shares in per cent) and whole numbers."""
     found = [item for row in rows.values() for item in row.items()]
-    names = list(dict.fromkeys(name for name, value in found if is_summary(value) or type(value) is int))
+    names = list(dict.fromkeys(name for name, value in found if is_summary(value) or isinstance(value, int)))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for label, row in rows.items():
         cells = [cell(row.get(name, ""), 1 if name == "length" else 100, sign) for name in names]
@@ -53,9 +55,6 @@ def write_report(out: Path, results: Any, rows: dict[str, dict[str, Row]]) -> st
 def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
     """Shares with their intervals as PNG, a panel for each metric. Places stand on the horizontal axis, in order if it
     is named; each series has a colour and a marker. Series that have one place are listed from top to bottom."""
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
     places = list(dict.fromkeys(place for group in rows.values() for place in group))
     found = [item for group in rows.values() for row in group.values() for item in row.items()]
     metrics = list(dict.fromkeys(name for name, value in found if is_summary(value) and name != "length"))

@@ -6,6 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+
 from topr.io import InputError, explained
 
 SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
@@ -18,8 +22,6 @@ def resolve_policy(name: str) -> Path:
     """The local folder of a policy: the path itself, or the snapshot of a hub name; raises InputError without one."""
     folder = Path(name)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
         remedy = "give the path of a Hugging Face folder or a name on the hub"
         what = f"policy {name!r} is neither a folder nor a model that the hub delivers"
         with explained(what, (OSError, ValueError), remedy):
@@ -38,8 +40,6 @@ def resolve_policy(name: str) -> Path:
 @lru_cache(maxsize=16)
 def vocabulary_and_context(name: str) -> tuple[int, int]:
     """Number of token ids that the model embeds; the longest sequence it takes (2^31 if its config names none)."""
-    from transformers import AutoConfig
-
     with explained(f"the config.json of policy {name!r} cannot be used"):
         config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False).get_text_config()
     return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
@@ -47,8 +47,6 @@ def vocabulary_and_context(name: str) -> tuple[int, int]:
 
 def stored_tensors(name: str) -> dict[str, Path]:
     """The file of every tensor of a policy, by its name; raises InputError for a damaged file."""
-    from safetensors import safe_open
-
     tensors: dict[str, Path] = {}
     for path in resolve_policy(name).glob("*.safetensors"):
         with explained(f"policy {name!r}: {path.name} cannot be read"), safe_open(path, "pt") as file:
@@ -61,8 +59,6 @@ def policy_fingerprint(name: str) -> str:
     """Hash of a policy's weights: every tensor's name, shape and first and last rows in float32. Training moves nearly
     all weights, so a part of each tells policies apart, in milliseconds for an 8B model. The same weights in another
     file layout or a wider dtype keep their fingerprint."""
-    from safetensors import safe_open
-
     digest = hashlib.sha256()
     for key, path in sorted(stored_tensors(name).items()):
         with safe_open(path, "pt") as file:
@@ -78,8 +74,6 @@ def policy_fingerprint(name: str) -> str:
 @lru_cache(maxsize=16)
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a policy; raises InputError if there is none, or none with an end-of-sequence token."""
-    from transformers import AutoTokenizer
-
     folder, (vocabulary, _) = resolve_policy(name), vocabulary_and_context(name)
     with explained(f"policy {name!r} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -90,8 +84,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False) -> str:
-    """The text of a prompt: itself, or chat messages rendered by the tokenizer's template, with the head of the answer
-    unless they are `answered`."""
+    """A text as it is; chat messages by the tokenizer's template, with the head of the answer unless `answered`."""
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:

@@ -1,7 +1,6 @@
 """Log-probabilities of response tokens in their simplest form: padded rows, logits in recomputed chunks.
 
-Shapes: B trajectories, L tokens of the row that holds them, N response tokens laid end to end, C of a chunk of them,
-D hidden, V vocabulary.
+Shapes: B trajectories, L tokens of their row, N response tokens laid end to end, C of a chunk, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ def score(
     microbatch_tokens: int,
     sampled: Sequence[np.ndarray | None] = (),
 ) -> list[np.ndarray]:
-    """log mu of every sampled token by the forward that trains: float32 arrays, one for each prompt and response; see
-    `pack`."""
+    """log mu of the sampled tokens by the forward that trains: a float32 array for each response; see `pack`."""
     index: dict[bytes, int] = {}
     prompt = [index.setdefault(ids.tobytes(), len(index)) for ids in prompts]
     sizes = np.array([prompt, [len(ids) for ids in prompts], [len(ids) for ids in responses]])

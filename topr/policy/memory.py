@@ -105,18 +105,17 @@ def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
     weights = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
 
     def kept(count: int) -> int:
-        sizes: dict[int, int] = {}
+        saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            saved.append(tensor)
             return tensor
 
         tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(policy.device)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            hidden_ND = policy(tokens, lambda hidden_ND, head: hidden_ND)
-        found = sum(size for storage, size in sizes.items() if storage not in weights)
-        del hidden_ND  # until here it held what is counted
-        return found
+            policy(tokens, lambda hidden_ND, head: hidden_ND)
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
 
     training = policy.training
     policy.eval()

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from topr.batching import Tokens, pack
 from topr.io import InputError, atomic, explained
@@ -24,11 +27,8 @@ except ImportError:
 
 
 class Policy(nn.Module):
-    """A model whose forward gives the log-probs of response tokens, with its tokenizer."""
+    """A Hugging Face causal model whose forward gives log-probs of responses; its tokenizer, its folder or hub name."""
 
-    model: Any  # a Hugging Face causal language model
-    tokenizer: Any
-    name: str  # folder or hub name
     reshard_layers: bool  # see `sharding.shard`
     reshard: Any  # a method that FSDP2 adds
 
@@ -76,9 +76,6 @@ class Policy(nn.Module):
 
 def load_policy(name: str) -> Policy:
     """A policy with float32 weights and dropout off, on the default device; raises InputError if it has none."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     tokenizer = load_tokenizer(name)
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
@@ -104,7 +101,6 @@ def own_device() -> torch.device:
 def empty_policy(name: str) -> Policy:
     """A policy without its weights: parameters on the meta device, float32; buffers are initialised."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder, tokenizer = resolve_policy(name), load_tokenizer(name)
     with explained(f"policy {name!r} cannot be loaded as a causal model"):
@@ -118,8 +114,6 @@ def empty_policy(name: str) -> Policy:
 
 def _config(name: str) -> Any:
     """A model's configuration with dropout and other noise off."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False)
     # log mu and log pi must come from one deterministic function, whatever mode the trainer sets
     for key, value in vars(config).items():
@@ -214,9 +208,6 @@ def merge_adapter(name: str, adapter: Path) -> Policy:
 def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; it appears complete or not at all. For a model
     with adapters, these are written; see `merge_adapter`. `state_dict` replaces the model's own weights."""
-    from safetensors import SafetensorError
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     with atomic(path) as folder:
         with explained(f"{path} cannot be written", SafetensorError, "make room and start again"):

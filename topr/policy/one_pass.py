@@ -1,7 +1,6 @@
 """For speed only: log-probs, loss and gradient in one pass over the logits, each of which is computed once.
 
-Shapes: see `logprobs.py`. This file can be deleted: `PolicyModule` then takes the loss from all log-probs, with the
-same value and gradient.
+Shapes: see `logprobs.py`. This file can be deleted: `PolicyModule` then takes the same loss from all log-probs.
 """
 
 from collections.abc import Iterator
@@ -25,9 +24,8 @@ class OnePass:
     scale_B: Tensor  # factors of the trajectories' losses
 
     def __call__(self, hidden_ND: Tensor, head: Head) -> tuple[Tensor, LossOutput, Tensor]:
-        """The sum of the scaled losses, differentiable once; the loss's output, detached; hidden_ND. Computed chunk by
-        chunk of whole trajectories: the weight of one depends on all its log-probs. One that is longer than a chunk has
-        its logits computed twice."""
+        """The sum of the scaled losses, differentiable once; the loss's output, detached; hidden_ND. In chunks of whole
+        trajectories, whose weights depend on all their log-probs; a longer one has its logits computed twice."""
         tokens, length_B = self.batch.tokens, self.batch.tokens.length_B
         weight_VD, bias_V, _ = head
         with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):

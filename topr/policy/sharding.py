@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,29 +32,19 @@ def load_sharded(
     from_files = {key for key, parameter in policy.model.named_parameters() if parameter.is_meta}
     shard(policy, mesh, bfloat16, reshard)
     if from_files:
-        _read_shards(policy, from_files, mesh.device_type)
+        # unlike `to_empty`: fresh adapters and rotary frequencies are in no file
+        device = mesh.device_type
+        policy.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        weights = dict(policy.model.named_parameters())
+        target = {key.replace(".base_layer.", "."): weights[key].detach() for key in from_files}
+        with explained(f"policy {name!r} cannot be loaded as a causal model", (Exception, CheckpointException)):
+            dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(name))))
     with same_error_on_all_ranks():
         check_weights(policy)  # of this rank's rows
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         check_forward(policy, 0.3 if bfloat16 else 1e-3)  # the model's own logits are rounded to bfloat16
     policy.reshard()  # the root, which otherwise waits for a backward
     return policy
-
-
-def _read_shards(policy: Policy, from_files: set[str], device: str) -> None:
-    """Give a policy on the meta device its shards of the weights `from_files`; all else keeps its values."""
-    model = policy.model
-    # fresh adapters and rotary frequencies are in no file
-    given = chain(model.named_parameters(), model.named_buffers())
-    kept = {key: tensor.detach().clone() for key, tensor in given if key not in from_files}
-    model.to_empty(device=device)
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    with torch.no_grad():
-        for key, tensor in kept.items():
-            tensors[key].copy_(tensor)
-    target = {key.replace(".base_layer.", "."): tensors[key].detach() for key in from_files}
-    with explained(f"policy {policy.name!r} cannot be loaded as a causal model", (Exception, CheckpointException)):
-        dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name))))
 
 
 def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: bool = True) -> None:

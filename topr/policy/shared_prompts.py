@@ -41,8 +41,8 @@ def hidden_states(model: Any, tokens: Tokens) -> Tensor:
 @torch.no_grad()
 def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
     """Share prompts if hidden states stay within `bound` of the largest; otherwise rows are padded, with a warning."""
-    model = policy.model
-    ids = np.arange(6) % model.config.get_text_config().vocab_size
+    model, config = policy.model, policy.model.config.get_text_config()
+    ids = np.arange(6) % config.vocab_size
     tokens = pack([ids[:3], ids[:3], ids[3:5]], [ids[3:], ids[1:3], ids[5:]]).to(policy.device)
     _, padded = policy(tokens)
     implementation, windows = model.config._attn_implementation, []
@@ -55,8 +55,7 @@ def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
         register(recorded)
         model.set_attn_implementation(NAME)
         _, shared = policy(tokens)
-        exact = windows == _windows(model.config.get_text_config())
-        exact = exact and ((shared - padded).abs().max() <= bound * padded.abs().max()).item()
+        exact = windows == _windows(config) and bool((shared - padded).abs().max() <= bound * padded.abs().max())
     except Exception:  # whatever a model raises about a keyword that it does not know
         exact = False
     finally:

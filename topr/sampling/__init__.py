@@ -3,6 +3,6 @@
 Not here: tokenising prompts, grading, files.
 """
 
-from topr.sampling.base import Response, Sampler, Sampling
+from topr.sampling.base import Response, Sampler, Sampling, Stop
 from topr.sampling.local import LocalSampler
 from topr.sampling.server import ServerSampler

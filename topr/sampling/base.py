@@ -46,13 +46,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(
-        self,
-        policy: Policy,
-        prompts: list[Ids],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        numbers: Sequence[int] | None = None,
+        self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int, numbers: Sequence[int] = ()
     ) -> list[list[Response]]:
         """n responses to each prompt; global random generators keep their states. `numbers` are those of the prompts
         in a larger whole (0, 1, … by default): a response depends on the seed, its prompt's number and its own place

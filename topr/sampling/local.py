@@ -4,8 +4,6 @@ All rows write their newest token at one column, the cursor. A row owns the colu
 no gaps, so masks by column distance (sliding windows) hold. Keys already contain their positions: a prompt is computed
 once, and its keys and values are copied to the columns before the cursor in every row that continues it.
 
-Each response has its own random numbers, so that it does not depend on what is decoded beside it.
-
 Shapes: R rows, C columns of the buffers, P prompts, L columns of them, H key/value heads, D their width, V vocabulary.
 """
 
@@ -32,7 +30,7 @@ MOST_ROWS = 512
 
 
 class Draft(NamedTuple):
-    """A response that is being sampled, and a random number for each of its tokens."""
+    """A response that is being sampled, and a random number for each of its tokens, whatever is decoded beside it."""
 
     ids: Ids
     draws: np.ndarray
@@ -49,7 +47,7 @@ class LocalSampler(Sampler):
         self.rows = rows
 
     @torch.no_grad()
-    def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, numbers=()) -> list[list[Response]]:
         responses: list[list[Ids]] = [[[] for _ in range(n)] for _ in prompts]
         numbered = zip(prompts, responses, numbers or range(len(prompts)), strict=True)
         shape = n, sampling.max_new_tokens
@@ -87,29 +85,24 @@ class Rows:
         self.cache: Any = None
         self.first = self.cursor = self.columns = 0  # first column of any row, column to write next, end of the buffers
 
-    def decode(self, jobs: Iterable[tuple[Ids, list[Draft]]]) -> None:
+    def decode(self, jobs: Iterator[tuple[Ids, list[Draft]]]) -> None:
         """Extend the empty drafts of each prompt; no prompt may be longer than those before."""
-        jobs = iter(jobs)
         ready: list[tuple[int, Draft]] = []  # index of a computed prompt, response to start
         while not stop_requested.is_set():
-            while free := [row for row, draft in enumerate(self.drafts) if draft is None]:
-                if not ready:
-                    if ready := self.prefill(jobs):
-                        continue  # the first one may take rows away
-                    break
+            while None in self.drafts and (ready := ready or self.prefill(jobs)):
+                free = [row for row, draft in enumerate(self.drafts) if draft is None]
                 started = dict(zip(free, ready, strict=False))
                 ready = ready[len(started) :]
                 self.append(self.start(started), list(started))
-            if len(free) == len(self.drafts):
+            if not any(self.drafts):
                 break
             self.append(self.step(), list(range(len(self.drafts))))
 
     def prefill(self, jobs: Iterator[tuple[Ids, list[Draft]]]) -> list[tuple[int, Draft]]:
         """Compute the next prompts; the drafts to `start`, each with the index of its prompt."""
-        batch = list(islice(jobs, 1))
-        if not batch:
+        if not (first := next(jobs, None)):
             return []
-        batch += islice(jobs, max(0, self.tokens // len(batch[0][0]) - 1))
+        batch = [first, *islice(jobs, max(0, self.tokens // len(first[0]) - 1))]
         prompts = [prompt for prompt, _ in batch]
         ids_PL, mask_PL = _pad_left(prompts, self.device)
         self.prompts: Any = DynamicCache()  # without the config, whose sliding windows would drop columns
@@ -156,10 +149,9 @@ class Rows:
     def append(self, logits_RV: Tensor, rows: list[int]) -> None:
         """Sample a token for each of these rows, and free the rows whose response ends."""
         drafts = [self.drafts[row] for row in rows]
-        tokens = sample_tokens(
-            logits_RV, [draft.draws[len(draft.ids)] if draft else 0.0 for draft in drafts], self.sampling
-        )
-        for row, draft, token in zip(rows, drafts, tokens.tolist(), strict=True):
+        draws = [draft.draws[len(draft.ids)] if draft else 0.0 for draft in drafts]
+        tokens = sample_tokens(logits_RV, draws, self.sampling).tolist()
+        for row, draft, token in zip(rows, drafts, tokens, strict=True):
             if draft is not None:
                 draft.ids.append(token)
                 if self.ended(draft.ids):
@@ -211,8 +203,7 @@ class Layer(DynamicLayer):
 
 
 def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling) -> Tensor:
-    """A token of each row, [R]: temperature, then top-k, then top-p, in the order of transformers; `draws` are uniform
-    random numbers of the rows."""
+    """A token of each row, [R], by its uniform random number: temperature, top-k, top-p, in transformers' order."""
     if sampling.temperature == 0:
         return logits_RV.argmax(-1)
     scores_RV, token_RV = logits_RV.float() / sampling.temperature, None

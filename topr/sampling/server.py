@@ -43,7 +43,7 @@ class ServerSampler(Sampler):
         self.exchanges_text = flavour == "openai"
         self.usable = False  # whether any response was usable
 
-    def sample(self, policy, prompts, n, sampling, seed, numbers=None) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, numbers=()) -> list[list[Response]]:
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
