@@ -38,12 +38,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove(aside)
 
 
-def reason(error: BaseException) -> str:
-    """Why torch could not write or read a checkpoint; of shards, the reason of the first rank that failed."""
-    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    return first_line(failures[0][0] if failures else error)
-
-
 def updates(checkpoint: Path) -> int | None:
     """Updates before a checkpoint, a file or a folder of shards; None if it is incomplete or not a checkpoint."""
     try:
