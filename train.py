@@ -45,22 +45,19 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml atomically: a resumed run is compared with it. Logs the hyperparameters."""
+    """Writes config.yaml atomically: a resumed run is compared with it. Logs what runs are compared by."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)  # the same on all ranks
         if trainer.is_global_zero:
             write_text(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
+        loss, data, rate = self.config.model.loss, self.config.data, self.config.get("model.optimizer.init_args.lr")
+        arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
+        # the same names for every loss: TensorBoard takes the columns of its table of all runs from one run
+        found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
+        found |= {"batch_size": int(data.batch_size), "policy": self.config.model.policy, "data": data.train}
         for logger in trainer.loggers:  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
-            logger.log_hyperparams(hyperparameters(self.config), *[{}] * isinstance(logger, TensorBoardLogger))
-
-
-def hyperparameters(config: Any) -> dict[str, Any]:
-    """What runs are compared by. TensorBoard takes the columns of its table from one run, so all runs have the same."""
-    loss, data, rate = config.model.loss, config.data, config.get("model.optimizer.init_args.lr")
-    arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
-    found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
-    return found | {"batch_size": int(data.batch_size), "policy": config.model.policy, "data": data.train}
+            logger.log_hyperparams(found, *[{}] * isinstance(logger, TensorBoardLogger))
 
 
 class CLI(LightningCLI):

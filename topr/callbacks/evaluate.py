@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 import yaml
@@ -50,8 +51,9 @@ class Evaluate(Callback):
         figures = flat(split, self.measure(trainer, split))
         if trainer.sanity_checking:
             return
-        for key, value in figures.items():  # for other callbacks and the progress bar
-            module.log(key, value, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
+        for key, value in figures.items():  # for other callbacks, the progress bar and Lightning's table
+            short = torch.tensor(float(str(np.float32(value))), dtype=torch.float64)  # the table shows all digits
+            module.log(key, short, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
         if fitting:
             self._write(trainer, figures)
 
