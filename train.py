@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 import warnings
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.callbacks import ExactResume, ExportPolicy
-from topr.callbacks.resume import reason, updates
+from topr.callbacks.resume import updates
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import Progress, end_with_parent, rank
 from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, lock, write_text
@@ -46,22 +45,19 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes config.yaml atomically: a resumed run is compared with it. Logs the hyperparameters."""
+    """Writes config.yaml atomically: a resumed run is compared with it. Logs what runs are compared by."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)  # the same on all ranks
         if trainer.is_global_zero:
             write_text(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
+        loss, data, rate = self.config.model.loss, self.config.data, self.config.get("model.optimizer.init_args.lr")
+        arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
+        # the same names for every loss: TensorBoard takes the columns of its table of all runs from one run
+        found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
+        found |= {"batch_size": int(data.batch_size), "policy": self.config.model.policy, "data": data.train}
         for logger in trainer.loggers:  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
-            logger.log_hyperparams(hyperparameters(self.config), *[{}] * isinstance(logger, TensorBoardLogger))
-
-
-def hyperparameters(config: Any) -> dict[str, Any]:
-    """What runs are compared by. TensorBoard takes the columns of its table from one run, so all runs have the same."""
-    loss, data, rate = config.model.loss, config.data, config.get("model.optimizer.init_args.lr")
-    arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
-    found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
-    return found | {"batch_size": int(data.batch_size), "policy": config.model.policy, "data": data.train}
+            logger.log_hyperparams(found, *[{}] * isinstance(logger, TensorBoardLogger))
 
 
 class CLI(LightningCLI):
@@ -115,40 +111,28 @@ class CLI(LightningCLI):
         newest, done = next(((path, n) for path in found if (n := updates(path)) is not None), (None, 0))
         config.ckpt_path = newest and str(newest)
         print(f"resuming {newest}" if newest else f"no complete checkpoint under {root}: starting afresh")
-        if self.subcommand != "fit":
+        # a run that was killed before its first checkpoint starts again in its own folder
+        unfinished = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
+        version = newest.parent.parent if newest else max(unfinished, key=os.path.getmtime, default=None)
+        if self.subcommand != "fit" or version is None:
             return
-        if newest:
-            version = newest.parent.parent
-        else:  # a run that was killed before its first checkpoint starts again in its own folder
-            unfinished = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
-            version = max(unfinished, key=os.path.getmtime, default=root)
-        if version == root:
-            return
-        if (version / "config.yaml").is_file():
-            changed = self._changed_setting(version / "config.yaml", config)
+        if (version / "config.yaml").is_file():  # otherwise it was killed even before it wrote that
+            texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
+            before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
+            changed = next((key for key in DECISIVE if before.get(key) != now.get(key)), None)
             if changed and newest:
                 message = f"{newest} comes from a run with another {changed} (see {version / 'config.yaml'})"
                 raise InputError(f"{message}; restore that setting, or set another trainer.logger.init_args.name")
             if changed:
                 return
-            logger.dict_kwargs = {"purge_step": done}  # TensorBoard drops what was logged after the checkpoint
-        elif any("tfevents" not in path.name and path.name != ".lock" for path in version.iterdir()):
-            return  # not a run that was killed before it wrote config.yaml
+        logger.dict_kwargs = {"purge_step": done}  # TensorBoard drops what was logged after the checkpoint
         arguments.version = int(version.name.removeprefix("version_"))
-
-    def _changed_setting(self, path: Path, config: Any) -> str | None:
-        """The first decisive setting in which a run's config.yaml differs from this configuration."""
-        texts = path.read_text(), self._parser("fit").dump(config, skip_none=False)
-        before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
-        return next((key for key in DECISIVE if before.get(key) != now.get(key)), None)
 
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except (MisconfigurationException, TypeError, ValueError, ImportError) as error:
             raise InputError(first_line(error)) from error
-        if self.subcommand:
-            self._check_sharding(self.config[self.subcommand])
 
     def instantiate_trainer(self, **settings: Any) -> Any:
         config = self.config_init[self.subcommand].trainer
@@ -157,9 +141,10 @@ class CLI(LightningCLI):
         Progress.enabled = not own and config.enable_progress_bar is not False
         return super().instantiate_trainer(enable_progress_bar=own, **settings)
 
-    def _check_sharding(self, config: Any) -> None:
+    def after_instantiate_classes(self) -> None:
         """Raise an InputError for devices without a shard of their own, and for shards without sharding."""
-        checkpoint, devices = config.get("ckpt_path"), self.trainer.num_devices * self.trainer.num_nodes
+        config, devices = self.config[self.subcommand], self.trainer.num_devices * self.trainer.num_nodes
+        checkpoint = config.get("ckpt_path")
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
             if checkpoint and Path(checkpoint).is_dir():
                 raise InputError(f"the checkpoint {checkpoint} is sharded; resume it with --config configs/fsdp.yaml")
@@ -169,25 +154,23 @@ class CLI(LightningCLI):
             remedy = f"set --{key}data_parallel_size {devices} --{key}tensor_parallel_size 1"
             raise InputError(f"each of {devices} device(s) must hold a shard of its own: {remedy}")
 
-    def _run(self, command: str, **arguments: Any) -> None:
+    def _run_subcommand(self, subcommand: str) -> None:
         """Run a trainer's command; if its input turns out bad before the first update, remove the run's new folder."""
-        arguments["weights_only"] = True  # nothing in a checkpoint is executed
         folder = Path(self.trainer.log_dir or ".")
         created = not folder.exists()
-        first = not (self.trainer.local_rank or self.trainer.node_rank)  # of all processes, which have no group yet
-        if command == "fit" and first and not self.trainer.fast_dev_run:
+        if subcommand == "fit" and self.trainer.is_global_zero and not self.trainer.fast_dev_run:
             lock(folder)
         try:
-            getattr(self.trainer, command)(**arguments)
+            super()._run_subcommand(subcommand)
         except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
             for bar in [*Progress._instances]:  # else it would be drawn again below the message
                 bar.close()
-            message = self._explain(error, arguments.get("ckpt_path"))
+            message = self._explain(error)
             if created and self.trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise InputError(message) from error
 
-    def _explain(self, error: BaseException, checkpoint: str | None) -> str:
+    def _explain(self, error: BaseException) -> str:
         """One sentence for an error of a run; an error of unknown cause is raised again."""
         if isinstance(error, (InputError, MisconfigurationException)):
             return first_line(error)
@@ -195,19 +178,16 @@ class CLI(LightningCLI):
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error
+            reason = first_line(next(iter(error.failures.values()))[0])  # of the first rank that failed
             if training:
-                return f"the checkpoint cannot be written ({reason(error)}); make room and resume with --ckpt_path last"
-            return f"the checkpoint {checkpoint} cannot be loaded ({reason(error)}); name another"
+                return f"the checkpoint cannot be written ({reason}); make room and resume with --ckpt_path last"
+            return f"the checkpoint {self.config[self.subcommand].ckpt_path} cannot be loaded ({reason}); name another"
         if not is_out_of_memory(error):
             raise error
         if training:
             key = f"data.microbatch_tokens, now {self.trainer.datamodule.microbatch_tokens}"
             return f"out of memory in update {self.trainer.global_step + 1} ({first_line(error)}); lower {key}"
         return f"out of memory ({first_line(error)}); take a smaller policy, or shard it (configs/fsdp.yaml)"
-
-    # the command line looks here before it looks at the trainer
-    fit, validate = partialmethod(_run, "fit"), partialmethod(_run, "validate")
-    test, predict = partialmethod(_run, "test"), partialmethod(_run, "predict")
 
 
 def check_trainer(trainer: Any) -> None:
@@ -238,7 +218,7 @@ def check_seed(value: bool | int) -> int:
 
 def main() -> None:
     end_with_parent()
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # of the shards of a checkpoint, too
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # nothing in a checkpoint or its shards is executed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     # between Lightning and torch, peft and transformers; of a run that is resumed; of predict, which writes files
     ignored = ["LeafSpec", "gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]

@@ -102,7 +102,7 @@ def main() -> None:
         report("training forward", waits)
         output = LossOutput(*(torch.ones(9, device="cuda") for _ in output))
         last, monitor = torch.empty(hidden.shape, device="cuda"), Monitor()
-        last.grad, monitor.speed = last.clone(), SimpleNamespace(count=lambda tokens: None)
+        last.grad, monitor.speed = last.clone(), SimpleNamespace(count=lambda tokens: (0, 0.0))
         with waits:
             monitor.on_after_backward(None, SimpleNamespace(step_output=StepOutput(batch, output, last)))
         report("statistics of a micro-batch", waits)

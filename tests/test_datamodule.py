@@ -194,8 +194,7 @@ def test_problems_are_split_over_ranks(files):
     parts = []
     for rank in range(3):
         data = module(files, TOPR(), rank=rank, ranks=3, val=path, sampling=sampling, val_samples=2)
-        (problems,) = data.val_dataloader()
-        parts += problems
+        parts += data.own_problems("val")
     assert sorted(p.id for p in parts) == sorted(p.id for p in Arithmetic().problems(path))
     with pytest.raises(InputError, match="data.val: .*nowhere.jsonl"):
         module(files, TOPR(), val="nowhere.jsonl")

@@ -43,7 +43,7 @@ def test_answers_are_compared_where_the_address_space_cannot_be_bounded(judge, m
 
 @pytest.mark.parametrize(("name", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_the_peak_of_memory_is_in_gigabytes(policy, monkeypatch, name, unit):
-    speed = Throughput(load_policy(str(policy)), (0, 0.0))
+    speed = Throughput(load_policy(str(policy)))
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3e9 / unit))
     monkeypatch.setattr(sys, "platform", name)
     assert speed.read(1)["speed/peak_memory_gb"] == pytest.approx(3)

@@ -239,11 +239,10 @@ class TrajectoryDataModule(LightningDataModule):
         return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
     def val_dataloader(self) -> ProblemBatches:
-        """One batch: the problems of this rank."""
-        return ProblemBatches([self.own_problems("val")])
+        """One batch without content: `topr.callbacks.Evaluate` samples the problems of this rank."""
+        return ProblemBatches([None])
 
-    def test_dataloader(self) -> ProblemBatches:
-        return ProblemBatches([self.own_problems("test")])
+    test_dataloader = val_dataloader
 
     @cached_property
     def sampling_job(self) -> SamplingJob:

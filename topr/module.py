@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from topr.batching import MicroBatch, Tokens
+from topr.batching import MicroBatch
 from topr.callbacks import Evaluate, Monitor
-from topr.io import InputError
+from topr.io import InputError, explained
 from topr.losses import Loss, LossOutput, check_output
 from topr.policy.model import LoRA, Policy, compile_layers, load_policy, one_pass
 from topr.policy.sharding import load_sharded
@@ -84,7 +84,7 @@ class PolicyModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Monitoring and evaluation; what else train.py adds can be passed to any Trainer."""
-        return [Evaluate(self.task, self.sampler), Monitor()]
+        return [Evaluate(), Monitor()]
 
     def configure_model(self) -> None:
         """Load the weights; Lightning calls this once the strategy has set the device up."""
@@ -102,6 +102,8 @@ class PolicyModule(LightningModule):
             mesh, reshard = self.device_mesh["data_parallel"], self.reshard_after_forward
             self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16, reshard)
         self.policy.train()
+        if self.compiled and self.trainer.state.fn == "fit":
+            compile_layers(self.policy)
         if kind == "cuda" and bfloat16:
             # the head's float32 products in TF32: 8 times as precise as bfloat16, several times as fast as float32
             torch.set_float32_matmul_precision("high")
@@ -117,18 +119,11 @@ class PolicyModule(LightningModule):
             policy.model.activation_checkpointing_enable(settings)
 
     def configure_optimizers(self) -> Any:
-        key = "optimizer"
-        try:
+        with explained("model.optimizer does not take its arguments", (TypeError, ValueError)):
             optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-            key = "lr_scheduler"
+        with explained("model.lr_scheduler does not take its arguments", (TypeError, ValueError)):
             scheduler = self.lr_scheduler and self.lr_scheduler(optimizer)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"model.{key} does not take its arguments: {error}") from error
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler else []
-
-    def forward(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """log pi of each response token [N] and the hidden states [N, D] that predict them."""
-        return self.policy(tokens)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         # The one place that reduces. The sum over trajectories is divided by their number in the GLOBAL batch, so that
@@ -145,10 +140,6 @@ class PolicyModule(LightningModule):
         hidden_ND.retain_grad()
         self.step_output = StepOutput(batch, output, hidden_ND)
         return total
-
-    def on_train_start(self) -> None:
-        if self.compiled:
-            compile_layers(self.policy)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         self.trainer.accumulate_grad_batches = batch.microbatches

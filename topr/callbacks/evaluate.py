@@ -8,8 +8,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -23,23 +25,14 @@ from topr.policy import export_policy
 from topr.policy.model import merge_adapter
 from topr.policy.sharding import full_state_dict, full_weights
 from topr.sampling import LocalSampler, Sampler, ServerSampler
-from topr.tasks import Problem, Task
+from topr.tasks import Problem
 from topr.trajectories import Trajectory
 
 
 class Evaluate(Callback):
-    """Samples and grades for validation, test and predict; validates once before the first update as well.
+    """Samples and grades for validation, test and predict; validates once before the first update as well."""
 
-    Args:
-        task: grades responses.
-        sampler: for predict, and unless it samples on a server, for validation and test.
-    """
-
-    def __init__(self, task: Task, sampler: Sampler):
-        self.task, self.sampler = task, sampler
-        # a server does not hold the weights that are being trained
-        self.own_sampler = LocalSampler() if isinstance(sampler, ServerSampler) else sampler
-        self.validated: tuple[int, dict[str, float]] = (-1, {})  # updates before the last validation, its figures
+    validated: tuple[int, dict[str, float]] = (-1, {})  # updates before the last validation, its figures
 
     def state_dict(self) -> dict[str, Any]:
         return {"validated": self.validated}
@@ -48,8 +41,7 @@ class Evaluate(Callback):
         self.validated = tuple(state["validated"])
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        data = trainer.datamodule
-        if trainer.global_step == 0 and data.val is not None and trainer.limit_val_batches:
+        if trainer.global_step == 0 and trainer.limit_val_batches:  # without data.val it is 0
             self._write(trainer, flat("val", self.measure(trainer, "val")))
         elif self.validated[0] == trainer.global_step:
             self._write(trainer, self.validated[1])  # TensorBoard has dropped this step's figures (purge_step)
@@ -59,8 +51,9 @@ class Evaluate(Callback):
         figures = flat(split, self.measure(trainer, split))
         if trainer.sanity_checking:
             return
-        for key, value in figures.items():  # for other callbacks and the progress bar
-            module.log(key, value, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
+        for key, value in figures.items():  # for other callbacks, the progress bar and Lightning's table
+            short = torch.tensor(float(str(np.float32(value))), dtype=torch.float64)  # the table shows all digits
+            module.log(key, short, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
         if fitting:
             self._write(trainer, figures)
 
@@ -75,13 +68,15 @@ class Evaluate(Callback):
 
     def measure(self, trainer: Any, split: str) -> dict[str, dict[str, Any]]:
         """Metrics over all ranks' problems, means with intervals. Raises Preempted if a rank was asked to stop."""
-        data, problems = trainer.datamodule, trainer.datamodule.own_problems(split)
+        data, module, problems = trainer.datamodule, trainer.lightning_module, trainer.datamodule.own_problems(split)
+        # a server does not hold the weights that are being trained
+        sampler = LocalSampler() if isinstance(module.sampler, ServerSampler) else module.sampler
         samples = 2 if trainer.fast_dev_run else data.val_samples if split == "val" else data.samples
         settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
         settings["numbers"] = range(trainer.global_rank, len(data.read_problems(split)), trainer.world_size)
-        sampler, progress = self.own_sampler, Progress({"val": "validation"}.get(split, split), samples * len(problems))
+        progress = Progress({"val": "validation"}.get(split, split), samples * len(problems))
         with sampling_context(trainer, sampler, samples, problems), progress as sampler.progress:
-            trajectories = sample_and_grade(sampler, trainer.lightning_module.policy, self.task, problems, **settings)
+            trajectories = sample_and_grade(sampler, module.policy, module.task, problems, **settings)
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
@@ -103,13 +98,13 @@ class Evaluate(Callback):
         data, (path, problems) = trainer.datamodule, batch
         if index == 0:
             count = sum(len(part) for _, part in trainer.predict_dataloaders)
-            self.sampler.progress = Progress("sampling", data.samples * count)
-        with sampling_context(trainer, self.sampler, data.samples, problems):  # on every rank, also without problems
+            module.sampler.progress = Progress("sampling", data.samples * count)
+        with sampling_context(trainer, module.sampler, data.samples, problems):  # on every rank, also without problems
             if problems:
-                data.sampling_job.sample_part(path, problems, self.sampler, module.policy, data.microbatch_tokens)
+                data.sampling_job.sample_part(path, problems, module.sampler, module.policy, data.microbatch_tokens)
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
-        self.sampler.progress.close()
+        module.sampler.progress.close()
         folder = Path(trainer.datamodule.out)
         gather(None)  # until every rank has written its files
         rows = pq.read_table(sorted(folder.glob("*.parquet")), columns=["reward", "valid", "finished"]).to_pandas()
@@ -143,16 +138,20 @@ class ExportPolicy(Callback):
         measured = {}
         if data.test is not None:
             measured = {"before": self.before, "after": find(trainer, Evaluate).measure(trainer, "test")}
-        count = {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
-        summary |= {when: {k: v["mean"] for k, v in found.items()} | count for when, found in measured.items()}
-        summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
-        tokens, seconds = monitor.speed.total
-        summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
-        if measured:
-            self._compare(trainer, {f"test/{name}": value["mean"] for name, value in measured["after"].items()})
+            figures = {f"test/{name}": value["mean"] for name, value in measured["after"].items()}
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger) and logger.hparams:  # beside the hyperparameters
+                    logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
+                else:
+                    logger.log_metrics(figures, trainer.global_step)
             module.print("test      " + "".join(f"{name:>10}" for name in measured["after"]))
             for when, found in measured.items():
                 module.print(f"{when:10}" + "".join(f"{value['mean']:>10.3f}" for value in found.values()))
+        count = {"problems": len(data.read_problems("test")), "samples": int(data.samples)}
+        summary |= {when: {k: v["mean"] for k, v in found.items()} | count for when, found in measured.items()}
+        summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
+        tokens, seconds = monitor.clock.tolist()
+        summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
         if not trainer.fast_dev_run:
             folder = Path(trainer.log_dir)
             weights = full_state_dict(module.policy)
@@ -173,23 +172,13 @@ class ExportPolicy(Callback):
                 options = f"--benchmark {quote(f'{names[0]}={data.test}')} --samples {data.samples}"
                 module.print(f"  python evaluate.py --policy {quote(str(folder / 'policy'))} {options}")
 
-    def _compare(self, trainer: Any, figures: dict[str, float]) -> None:
-        """Log the figures after training; in TensorBoard beside the hyperparameters, if the logger was given any."""
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and logger.hparams:
-                logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
-            else:
-                logger.log_metrics(figures, trainer.global_step)
-
 
 def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[str, Any], folder: Path) -> str:
     """README.md of an exported policy, in the format of the Hugging Face hub."""
-    from huggingface_hub import ModelCardData
-
-    known: dict[str, Any] = {"base_model": module.policy_name, "library_name": "transformers"}
-    head = ModelCardData(**known, pipeline_tag="text-generation", tags=["topr"]).to_yaml()
+    known = {"base_model": module.policy_name, "library_name": "transformers"}
+    head = yaml.safe_dump(known | {"pipeline_tag": "text-generation", "tags": ["topr"]})
     about = f"{summary['steps']} updates on {summary['trajectories']} trajectories of {', '.join(data.files)}"
-    text = f"---\n{head}\n---\n# {module.policy_name}, trained with {type(module.loss).__name__}\n\n{about}, "
+    text = f"---\n{head}---\n# {module.policy_name}, trained with {type(module.loss).__name__}\n\n{about}, "
     text += "by Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
     if measured:
         counts = "{problems} problems, {samples} samples each".format(**summary["after"])
@@ -225,8 +214,7 @@ def sampling_context(trainer: Any, sampler: Sampler, samples: int, problems: lis
     with out_of_memory, eager, torch.inference_mode(False), torch.no_grad(), full_weights(policy), autocast:
         # autocast caches only copies of weights that require gradients, so those under adapters do for the moment
         frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        policy.requires_grad_(True)
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bf
 BFLOAT16_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12}
 BFLOAT16_PEAKS |= {"A100": 312e12, "L40S": 362e12}
 LAYOUT = Path(__file__).with_name("board.yaml")
-COLUMNS = ["real", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
+COLUMNS = ["real", "trajectory", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
 COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
 FIGURES: dict[str, Any] = {"train/loss": "loss {:.3f}".format, "val/pass@1": "pass@1 {:.3f}".format}  # of the bar
 FIGURES |= (ON_GPU := {"speed/utilisation": "MFU {:.0%}".format, "speed/peak_memory_gb": "{:.0f} GB".format})
@@ -40,28 +40,35 @@ class Monitor(Callback):
 
     def __init__(self):
         self.bar = Progress()
-        self.rows: list[Tensor] = []  # [columns, B] of each micro-batch
-        self.indices: list[Tensor] = []  # row numbers in the data, which float32 would round
-        self.clock = (0, 0.0)  # tokens and seconds of training, before this process too
+        self.rows: list[Tensor] = []  # [columns, B] of each micro-batch; float64: float32 would round row numbers
+        self.clock = np.zeros(2)  # tokens and seconds of training, before this process too
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.watched: tuple[Tensor, Tensor] | None = None  # a parameter and its value before the first update
 
     def state_dict(self) -> dict[str, Any]:
-        return {"clock": self.speed.total, "max_abs_log_ratio": self.max_abs_log_ratio}
+        return {"clock": self.clock.tolist(), "max_abs_log_ratio": self.max_abs_log_ratio}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.clock, self.max_abs_log_ratio = tuple(state["clock"]), state["max_abs_log_ratio"]
+        self.clock, self.max_abs_log_ratio = np.array(state["clock"]), state["max_abs_log_ratio"]
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Print the estimated memory of training, and warn if the GPU has less."""
         trainer.datamodule.padded = module.policy.padded
         try:
-            report_memory(estimate_training(trainer, module), trainer.strategy.root_device)
+            found = {name: size / 1e9 for name, size in estimate_training(trainer, module).items()}
         except Exception as error:  # whatever a model raises, see `estimate`
             rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
+            return
+        peak, device = max(found["fit"], found["sample"]), trainer.strategy.root_device
+        parts = ", ".join(f"{name} {found[name]:.2g}" for name in ("weights", "gradients", "optimizer", "activations"))
+        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
+        if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
+            remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
+            rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
-            self.speed = Throughput(module.policy, self.clock)
+            self.speed = Throughput(module.policy)
         if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_custom_scalars"):
             trainer.logger.experiment.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
 
@@ -87,18 +94,16 @@ class Monitor(Callback):
         (batch, output, hidden_ND), module.step_output = module.step_output, None
         length_B = batch.tokens.length_B
         gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), length_B)
-        columns = (batch.real_B, batch.reward_B, batch.advantage_B, length_B, *output, gradient_B)
-        self.rows.append(torch.stack([column.detach().float() for column in columns]))
-        self.indices.append(batch.trajectory_B)
-        self.speed.count(batch.tokens)
+        columns = (batch.real_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, length_B, *output, gradient_B)
+        self.rows.append(torch.stack([column.detach().double() for column in columns]))
+        self.clock += self.speed.count(batch.tokens)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Check every update and the first two batches; log every `log_every_n_steps`."""
-        local = torch.cat(self.rows, dim=1).cpu().numpy(), torch.cat(self.indices).cpu().numpy()
-        self.rows, self.indices = [], []
-        values, indices = (np.concatenate(parts, axis=-1) for parts in zip(*gather(local), strict=True))
-        real = values[0] > 0  # no filler
-        rows = dict(zip(COLUMNS, values[:, real], strict=True)) | {"trajectory": indices[real]}
+        values = np.concatenate(gather(torch.cat(self.rows, dim=1).cpu().numpy()), axis=1)
+        self.rows = []
+        values = values[:, values[0] > 0]  # no filler
+        rows = dict(zip(COLUMNS, values.astype(np.float32), strict=True)) | {"trajectory": values[1].astype(int)}
         step = trainer.global_step
         total = torch.nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
@@ -142,17 +147,6 @@ def estimate_training(trainer: Any, module: Any) -> dict[str, float]:
     settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
     settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}
     return estimate(module.policy_name, module.prepare, module.optimizer, device, **settings)
-
-
-def report_memory(sizes: dict[str, float], device: torch.device) -> None:
-    """Print an estimate, and warn if the GPU has less."""
-    found = {name: size / 1e9 for name, size in sizes.items()}
-    peak, names = max(found["fit"], found["sample"]), ["weights", "gradients", "optimizer", "activations"]
-    parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
-    rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
-    if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
-        remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
-        rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
 
 
 def check_finite(trainer: Any, rows: dict[str, np.ndarray], norm: float) -> None:
@@ -233,16 +227,15 @@ def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> 
 class Throughput:
     """Counts the training batches of this rank; `read` reports those since the last reading. FLOPs: 6 x (parameters
     without embeddings) of each token, 6 x vocabulary x hidden of each response token, and 12 x layers x hidden of each
-    pair of tokens of which one attends to the other; a shared prompt counts once. `total` holds the tokens and seconds
-    counted before."""
+    pair of tokens of which one attends to the other; a shared prompt counts once."""
 
-    def __init__(self, policy: Policy, total: tuple[int, float]):
+    def __init__(self, policy: Policy):
         model, config = policy.model, policy.model.config.get_text_config()
         tables = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings())}
         self.body = sum(p.numel() for p in model.parameters()) - sum(tables.values())
         self.projection = model.get_output_embeddings().weight.numel()
         self.attention = config.num_hidden_layers * config.hidden_size
-        self.device, self.total = policy.device, total
+        self.device = policy.device
         self.peak = peak_flops(self.device)
         self.since = np.zeros(4)  # nominal tokens, computed tokens, FLOPs, seconds since the last reading
         self.start()
@@ -253,14 +246,14 @@ class Throughput:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def count(self, tokens: Tokens) -> None:
-        """Count a training batch whose backward has run."""
+    def count(self, tokens: Tokens) -> tuple[int, float]:
+        """Count a training batch whose backward has run; its tokens, and seconds since the one before."""
         seconds, computed = time.perf_counter() - self.began, len(tokens.input_ids_L)
         pairs = sum((end - start) * ((end - start) / 2 + last - first) for start, end, first, last in tokens.spans)
         flops = 6 * (self.body * computed + self.projection * len(tokens.target_N)) + 12 * self.attention * pairs
         self.since += tokens.nominal, computed, flops, seconds
-        self.total = self.total[0] + tokens.nominal, self.total[1] + seconds
         self.began += seconds
+        return tokens.nominal, seconds
 
     def read(self, ranks: int) -> dict[str, float]:
         """The metrics since the last reading."""

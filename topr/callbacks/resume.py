@@ -11,9 +11,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from topr.callbacks.evaluate import Evaluate
+from topr.callbacks.evaluate import Evaluate, find
 from topr.distributed import Preempted, stop_requested
-from topr.io import InputError, atomic, first_line, remove
+from topr.io import atomic, explained, remove
 
 PREEMPTED = "preempted.ckpt"  # written on SIGTERM, removed when training ends
 
@@ -24,24 +24,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     which is written last; see `updates`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        try:
-            with atomic(path) as temporary:
-                torch.save(checkpoint, temporary)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
-            message = f"the checkpoint {path} cannot be written ({first_line(error)}); earlier ones are kept"
-            raise InputError(f"{message}: make room and resume with --ckpt_path last") from error
+        what, errors = f"the checkpoint {path} cannot be written", (OSError, RuntimeError)  # torch raises the latter
+        remedy = "earlier ones are kept: make room and resume with --ckpt_path last"
+        with explained(what, errors, remedy), atomic(path) as temporary:
+            torch.save(checkpoint, temporary)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         path = Path(path)
         aside = path.with_name(f".{path.name}.{os.getpid()}.old")  # half a folder must not pass for a checkpoint
         os.replace(path, aside)
         remove(aside)
-
-
-def reason(error: BaseException) -> str:
-    """Why torch could not write or read a checkpoint; of shards, the reason of the first rank that failed."""
-    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    return first_line(failures[0][0] if failures else error)
 
 
 def updates(checkpoint: Path) -> int | None:
@@ -100,7 +92,7 @@ class ExactResume(Callback):
         if module.device.type == "cuda":
             checkpoint["random"]["cuda"] = torch.cuda.get_rng_state(module.device)
         due = trainer.validating or trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        validated = next(c.validated[0] for c in trainer.callbacks if isinstance(c, Evaluate))
+        validated = find(trainer, Evaluate).validated[0]
         checkpoint["validation_due"] = bool(due and validated < trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
