@@ -267,11 +267,13 @@ def test_the_sampler_counts_every_response_and_token(policy, monkeypatch):
 def test_fit_ends_with_the_next_commands(run, arguments, monkeypatch):
     monkeypatch.setattr("topr.evaluation.report.draw", lambda *_: None)
     name = "--trainer.logger.init_args.name=a run"
-    code, out, err = run(train.main, "fit", *arguments, name, "--data.sampling.max_new_tokens=8")
+    sampling = "--data.sampling.max_new_tokens=8", "--data.sampling.stop=['a b', c]"
+    code, out, err = run(train.main, "fit", *arguments, name, *sampling)
     assert code == 0, err
     tensorboard, evaluation = (shlex.split(line) for line in out.splitlines()[-2:])
     assert tensorboard == ["tensorboard", "--logdir", "runs/a run"]
     assert evaluation[:2] == ["python", "evaluate.py"]
+    assert evaluation[-5:] == ["--max_new_tokens", "8", "--stop", "a b", "c"]
     code, out, err = run(evaluate.main, *evaluation[2:])
     assert code == 0 and "| runs/a run/version_0/policy, arithmetic | 5 |" in out, err
 

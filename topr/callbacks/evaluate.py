@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 import numpy as np
@@ -169,8 +169,11 @@ class ExportPolicy(Callback):
             names = [n for n, (task, *_) in BENCHMARKS.items() if type(task) is kind and vars(task) == settings]
             names += [] if settings else [f"{kind.__module__}.{kind.__name__}"]  # which evaluate.py imports
             if names and data.test:
-                options = f"--benchmark {quote(f'{names[0]}={data.test}')} --samples {data.samples}"
-                module.print(f"  python evaluate.py --policy {quote(str(folder / 'policy'))} {options}")
+                options = [folder / "policy", "--benchmark", f"{names[0]}={data.test}", "--samples", data.samples]
+                for name, value in vars(data.sampling).items():
+                    if value != getattr(module.task.sampling, name):  # which evaluate.py takes
+                        options += [f"--{name}", *(value if isinstance(value, list) else [value])]
+                module.print(f"  python evaluate.py --policy {join(map(str, options))}")
 
 
 def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[str, Any], folder: Path) -> str:
