@@ -30,10 +30,9 @@ def group_sizes(group: np.ndarray) -> np.ndarray:
 
 def place_in_group(group: np.ndarray) -> np.ndarray:
     """The place of each element among those of its group, counted from 0 in the order given."""
-    order = np.argsort(group, kind="stable")
-    place = np.empty(len(group), np.int64)
-    place[order] = np.arange(len(group)) - np.searchsorted(group, group[order], sorter=order)
-    return place
+    import pandas as pd  # here: the help of commands needs none
+
+    return pd.Series(group).groupby(group).cumcount().to_numpy()
 
 
 def positives(advantage: np.ndarray, of_group: bool) -> np.ndarray:

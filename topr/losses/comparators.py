@@ -22,10 +22,8 @@ class PPO(RatioLoss):
     token` is PPO's; see `RatioLoss` for the others."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
-        super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf))
+        super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf), baseline=baseline)
         check_clips(clip_low=clip_low, clip_high=clip_high)
-        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
-        self.baseline = baseline
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c."""
@@ -231,8 +229,7 @@ class REDDrop(GroupREINFORCE):
         negative = centred(reward, group) < 0
         sign = 2 * index + negative
         order = np.lexsort((np.random.default_rng([seed, epoch, 1]).random(len(group)), sign))
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = place_in_group(sign[order])
+        place = place_in_group(sign[order])[np.argsort(order)]
         kept = ~negative | (place < np.bincount(index, ~negative)[index])
         return np.where(kept, centred(reward, group, kept), 0.0)
 
