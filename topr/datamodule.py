@@ -24,7 +24,7 @@ from topr.losses import Loss, advantage_share, positives, silent_groups
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
 from topr.sampling import Sampling
 from topr.tasks import Problem, Task
-from topr.trajectories import SCHEMA, read_metadata, validate
+from topr.trajectories import SCHEMA, batches, read_metadata
 from topr.trajectories.file import resolve_files
 
 ProblemBatches = UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
@@ -143,10 +143,11 @@ class TrajectoryDataModule(LightningDataModule):
         vocabulary, context = vocabulary_and_context(self.policy)
         for path, metadata in zip(self.files, self.metadata, strict=True):
             if metadata["tokenizer"] not in (None, expected):
-                message = f"{path} was tokenised with another tokenizer than that of policy {self.policy!r}"
-                raise InputError(f"{message}; train a policy with that tokenizer or import the text again")
+                remedy = "train a policy with that tokenizer or import the text again"
+                raise InputError(f"{path} has another tokenizer than policy {self.policy!r}; {remedy}")
             if self.trainer.local_rank == 0:  # once a node; the other ranks hear of errors in `setup`
-                validate(path, vocabulary, min(self.microbatch_tokens, context))
+                for _ in batches(path, vocabulary, min(self.microbatch_tokens, context)):
+                    pass  # reading checks every row
         datasets.disable_progress_bars()
         features, parts = datasets.Features.from_arrow_schema(SCHEMA), []
         try:

@@ -15,6 +15,7 @@ from typing import IO, Any, NoReturn
 
 import jsonargparse
 
+LARGEST = 1e6  # of rewards, baselines and log-probs in any input: sums of them are squared in float32
 LOCKS: list[IO] = []  # open files, see `lock`
 
 

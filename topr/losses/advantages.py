@@ -17,15 +17,8 @@ def centred(reward: np.ndarray, group: np.ndarray, kept: np.ndarray | None = Non
 def standardised(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(R - mean of the group) / (its standard deviation, ddof = 1, + 1e-4); 0 for a group of one."""
     advantage = centred(reward, group)
-    _, index = np.unique(group, return_inverse=True)
-    deviation = np.sqrt(np.bincount(index, advantage**2)[index] / np.maximum(group_sizes(group) - 1, 1))
+    deviation = np.sqrt((np.bincount(group, advantage**2) / np.maximum(np.bincount(group) - 1, 1))[group])
     return advantage / (deviation + 1e-4)
-
-
-def group_sizes(group: np.ndarray) -> np.ndarray:
-    """The size of each trajectory's group."""
-    _, group, count = np.unique(group, return_inverse=True, return_counts=True)
-    return count[group]
 
 
 def place_in_group(group: np.ndarray) -> np.ndarray:

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from topr.io import InputError
+from topr.io import LARGEST, InputError
 from topr.losses.advantages import baseline_for_rewards
-from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, sum_tokens
+from topr.losses.base import Loss, LossOutput, check_argument, sum_tokens
 
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
 LOG_ZERO = -1e4  # its exponential is exactly 0

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from topr.io import InputError, atomic, explained
+from topr.io import LARGEST, InputError, atomic, explained
 
 REMEDY = "train.py predict samples trajectory files, python -m topr.trajectories import converts text"
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
@@ -97,12 +97,6 @@ def _complete(table: pa.Table) -> pa.Table:
     return table if "sampled" in table.column_names else table.append_column("sampled", pa.nulls(len(table)))
 
 
-def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
-    """Check every row of a trajectory file; arguments and errors as those of `batches`."""
-    for _ in batches(path, vocabulary, max_tokens):
-        pass
-
-
 def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**31 - 1) -> Iterator[pa.Table]:
     """Read a trajectory file in batches, cast to `SCHEMA` and checked; raises InputError, naming the first bad row."""
     start = 0
@@ -120,8 +114,6 @@ def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**
 
 
 def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple[np.ndarray, str]]:
-    from topr.losses import LARGEST
-
     lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "response_ids", "ref_logprobs")}
     prompt, response, scored = (pc.list_value_length(column).to_numpy() for column in lists.values())
     yield prompt == 0, "prompt_ids is empty; a response needs a prompt of one token at least"
