@@ -175,8 +175,7 @@ def partition(
     if parts:
         least, most = max(map(sum, zip(own, leading, strict=True))), len(own) * max(own) + sum(leading)
         tokens = bisect_left(range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts)
-    rows = np.split(order, row_starts(tokens)[1:])
-    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
+    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in np.split(order, row_starts(tokens)[1:])]
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
 
 
