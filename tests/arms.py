@@ -166,7 +166,6 @@ def load(args: argparse.Namespace) -> None:
         world_size=1, global_rank=0, local_rank=0, current_epoch=0, fast_dev_run=False,
         state=SimpleNamespace(fn=TrainerFn.FITTING),
     )  # fmt: skip
-    data.prepare_data()
     lap("check_s")
     data.setup("fit")
     lap("setup_s")

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 import train
 from topr.io import InputError
 from topr.policy import load_tokenizer
-from topr.trajectories import read_metadata, validate
+from topr.trajectories import batches, read_metadata
 
 CONFIG = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.val=null", "--data.test=null"]
 LOSS, RATE = "--model.loss.init_args", "--model.optimizer.init_args.lr"
@@ -193,9 +193,9 @@ def test_a_bad_row_is_named(good, tmp_path, column, edit, words):
     table, bad = pq.read_table(data), tmp_path / "bad.parquet"
     pq.write_table(change(table, column, 5, edit(table[column][5].as_py())), bad)
     with pytest.raises(InputError, match=f"bad.parquet.*{words}"):
-        validate(bad, 20, 64)
+        list(batches(bad, 20, 64))
     pq.write_table(change(table, column, 5, table[column][5].as_py()), bad)
-    validate(bad, 20, 64)
+    list(batches(bad, 20, 64))
 
 
 def test_a_file_that_holds_no_trajectories_is_rejected(good, tmp_path):
@@ -206,7 +206,7 @@ def test_a_file_that_holds_no_trajectories_is_rejected(good, tmp_path):
     def check(words: str) -> None:
         with pytest.raises(InputError, match=f"bad.parquet.*{words}"):
             read_metadata(bad)
-            validate(bad, 20, 64)
+            list(batches(bad, 20, 64))
 
     for name in ("reward", "ref_logprobs", "prompt_ids", "group"):
         pq.write_table(table.drop_columns([name]), bad)
@@ -225,7 +225,7 @@ def test_a_file_that_holds_no_trajectories_is_rejected(good, tmp_path):
     check("")
     shutil.copy(data, bad)
     read_metadata(bad)
-    validate(bad, 20, 64)
+    list(batches(bad, 20, 64))
 
 
 def test_a_bad_data_file_ends_training_before_it_starts(run, good, tmp_path):

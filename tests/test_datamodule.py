@@ -50,7 +50,6 @@ def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, *
         max_steps=-1,
         state=SimpleNamespace(fn=TrainerFn.FITTING),
     )
-    data.prepare_data()
     data.setup("fit")
     return data
 

@@ -19,7 +19,6 @@ from topr.trajectories import (
     batches,
     read_metadata,
     read_trajectories,
-    validate,
     write_tables,
     write_trajectories,
 )
@@ -62,7 +61,7 @@ def test_round_trip(tmp_path, policy):
     assert list(found) == ["schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration"]
     assert found["schema"] == 1 and {key: found[key] for key in metadata} == metadata
     assert found["policy"] == policy_fingerprint(str(policy))
-    validate(path, 20, 64)
+    list(batches(path, 20, 64))
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, policy, good):
@@ -95,7 +94,7 @@ def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table
     assert pa.concat_tables(batches(tmp_path / "large.parquet")).equals(expected)
     write_tables(tmp_path / "large.parquet", [*tables, edit(table, "reward", 22, math.nan)], {})
     with pytest.raises(InputError, match=rf"row {len(tables) * ROWS + 22} \(prompt '5'\): the reward is NaN"):
-        validate(tmp_path / "large.parquet", 20, 64)
+        list(batches(tmp_path / "large.parquet", 20, 64))
 
 
 BAD_VALUES = {
@@ -120,9 +119,9 @@ def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
     column, value, words = BAD_VALUES[name]
     for row in (0, 11, ROWS - 1):
         pq.write_table(edit(table, column, row, value), tmp_path / "bad.parquet")
-        with pytest.raises(InputError, match=rf"bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"):
-            validate(tmp_path / "bad.parquet", 20, 64)
-    validate(write_again(tmp_path, table), 20, 64)
+        with pytest.raises(InputError, match=rf"^[^(]*bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"):
+            list(batches(tmp_path / "bad.parquet", 20, 64))
+    list(batches(write_again(tmp_path, table), 20, 64))
 
 
 def test_marks_of_sampled_tokens_must_fit_the_response_and_its_log_probs(tmp_path, table):
@@ -133,7 +132,7 @@ def test_marks_of_sampled_tokens_must_fit_the_response_and_its_log_probs(tmp_pat
     scored = [[-0.5] * sum(mark or [True] * len(ids)) for mark, ids in zip(marks, responses, strict=True)]
     scores = pa.array(scored, table["ref_logprobs"].type)
     good = replace(table, "ref_logprobs", scores).append_column("sampled", pa.array(marks))
-    validate(write_again(tmp_path, good), 20, 64)
+    list(batches(write_again(tmp_path, good), 20, 64))
     for value, words in (
         (lambda old: old[1:], "sampled must mark each response token"),
         (lambda old: [False] * len(old), "sampled must mark each response token"),
@@ -142,7 +141,7 @@ def test_marks_of_sampled_tokens_must_fit_the_response_and_its_log_probs(tmp_pat
     ):
         pq.write_table(edit(good, "sampled", 11, value), tmp_path / "bad.parquet")
         with pytest.raises(InputError, match=rf"row 11 \(prompt '2'\): .*({words})"):
-            validate(tmp_path / "bad.parquet", 20, 64)
+            list(batches(tmp_path / "bad.parquet", 20, 64))
 
 
 def write_again(tmp_path, table):
@@ -151,19 +150,19 @@ def write_again(tmp_path, table):
 
 
 def test_the_bounds_themselves_are_accepted(tmp_path, table):
-    for column, value in {"prompt_ids": [19], "ref_logprobs": lambda old: [0.0, *old[1:]], "reward": -1e6}.items():
-        validate(write_again(tmp_path, edit(table, column, 5, value)), 20, 64)
+    for column, value in {"prompt_ids": [0, 19], "ref_logprobs": lambda old: [0.0, *old[1:]], "reward": -1e6}.items():
+        list(batches(write_again(tmp_path, edit(table, column, 5, value)), 20, 64))
     row = table.slice(5, 1).to_pylist()[0]
     tokens = len(row["prompt_ids"]) + len(row["response_ids"])
     write_tables(tmp_path / "one.parquet", [table.slice(5, 1)], {})
-    validate(tmp_path / "one.parquet", 20, tokens)
+    list(batches(tmp_path / "one.parquet", 20, tokens))
     with pytest.raises(InputError, match=f"up to {tokens} tokens"):
-        validate(tmp_path / "one.parquet", 20, tokens - 1)
+        list(batches(tmp_path / "one.parquet", 20, tokens - 1))
 
 
 def read(path) -> None:
     read_metadata(path)
-    validate(path, 20, 64)
+    list(batches(path, 20, 64))
 
 
 @pytest.mark.parametrize("name", [field.name for field in SCHEMA if not field.nullable])
@@ -227,7 +226,7 @@ def test_a_damaged_page_is_rejected(tmp_path, good):
     content = bytearray(good.read_bytes())
     content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
     (tmp_path / "damaged.parquet").write_bytes(content)
-    with pytest.raises(InputError, match="damaged.parquet cannot be read: .*CRC"):
+    with pytest.raises(InputError, match="damaged.parquet cannot be read .*CRC"):
         read(tmp_path / "damaged.parquet")
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +59,8 @@ class Tokens(NamedTuple):
         return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":
-        tensors = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
         # a GPU goes on computing meanwhile
-        copies: Any = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return self._replace(**copies)
+        return Tokens._make(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in self)
 
 
 class MicroBatch(NamedTuple):
@@ -78,7 +77,7 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_plan(
-    group: np.ndarray, positive: np.ndarray, *, batch_size: int, grouping: Grouping, seed: int, epoch: int
+    group: np.ndarray, positive: np.ndarray, batch_size: int, grouping: Grouping, seed: int, epoch: int
 ) -> list[np.ndarray]:
     """Global batches of one epoch, each an array of trajectory indices; a pure function of its arguments.
 
@@ -100,17 +99,15 @@ def epoch_plan(
             raise InputError("data.batch_size is 1, but this loss needs pairs; set it to at least 2")
         return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
     shuffled = rng.permutation(group.max() + 1)[group]
-    order = np.argsort(shuffled, kind="stable")
-    ends = np.flatnonzero(np.diff(shuffled[order], append=-1)) + 1
-    cuts, start = [], 0
-    for previous, end in zip(np.append(0, ends[:-1]), ends, strict=True):
-        if end - previous > batch_size:
-            message = f"data.batch_size is {batch_size} but a group has {end - previous} trajectories"
-            raise InputError(f"{message}, which must share a batch; raise data.batch_size")
-        if end - start > batch_size:
-            cuts.append(previous)
-            start = previous
-    return np.split(order, cuts)
+    sizes = np.bincount(shuffled)
+    if sizes.max() > batch_size:
+        message = f"data.batch_size is {batch_size} but a group has {sizes.max()} trajectories"
+        raise InputError(f"{message}, which must share a batch; raise data.batch_size")
+    starts = [0]
+    for start, end in pairwise([0, *sizes.cumsum()]):
+        if end - starts[-1] > batch_size:
+            starts.append(start)
+    return np.split(np.argsort(shuffled, kind="stable"), starts[1:])
 
 
 def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -178,8 +175,7 @@ def partition(
     if parts:
         least, most = max(map(sum, zip(own, leading, strict=True))), len(own) * max(own) + sum(leading)
         tokens = bisect_left(range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts)
-    rows = np.split(order, row_starts(tokens)[1:])
-    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
+    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in np.split(order, row_starts(tokens)[1:])]
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
 
 

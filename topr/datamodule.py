@@ -2,7 +2,6 @@
 
 import math
 from collections import UserList
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import groupby
@@ -25,8 +24,8 @@ from topr.losses import Loss, advantage_share, positives, silent_groups
 from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
 from topr.sampling import Sampling
 from topr.tasks import Problem, Task
-from topr.trajectories import SCHEMA, read_metadata, validate
-from topr.trajectories.file import open_parquet, resolve_files
+from topr.trajectories import SCHEMA, batches, read_metadata
+from topr.trajectories.file import resolve_files
 
 ProblemBatches = UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
@@ -89,12 +88,6 @@ class TrajectoryDataModule(LightningDataModule):
         self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
         self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
 
-    def prepare_data(self) -> None:
-        """Fill the memory-mapped cache on one rank of each node, before the others open it; `setup` reports errors."""
-        if self.trainer.state.fn == "fit" and self.train:
-            with suppress(InputError):
-                self.rows  # noqa: B018
-
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
         command = self.trainer.state.fn.value
@@ -150,16 +143,16 @@ class TrajectoryDataModule(LightningDataModule):
         vocabulary, context = vocabulary_and_context(self.policy)
         for path, metadata in zip(self.files, self.metadata, strict=True):
             if metadata["tokenizer"] not in (None, expected):
-                message = f"{path} was tokenised with another tokenizer than that of policy {self.policy!r}"
-                raise InputError(f"{message}; train a policy with that tokenizer or import the text again")
+                remedy = "train a policy with that tokenizer or import the text again"
+                raise InputError(f"{path} has another tokenizer than policy {self.policy!r}; {remedy}")
             if self.trainer.local_rank == 0:  # once a node; the other ranks hear of errors in `setup`
-                validate(path, vocabulary, min(self.microbatch_tokens, context))
+                for _ in batches(path, vocabulary, min(self.microbatch_tokens, context)):
+                    pass  # reading checks every row
         datasets.disable_progress_bars()
-        parts = []
+        features, parts = datasets.Features.from_arrow_schema(SCHEMA), []
         try:
-            for more, files in groupby(self.files, key=has_conversations):
-                columns = TRAINING_COLUMNS + ["sampled"] * more
-                features = datasets.Features.from_arrow_schema(pa.schema([SCHEMA.field(name) for name in columns]))
+            for conversations, files in groupby(self.files, key=lambda path: "sampled" in pq.read_schema(path).names):
+                columns = TRAINING_COLUMNS + ["sampled"] * conversations
                 wanted: Any = {"data_files": list(files), "columns": columns, "features": features}
                 parts.append(datasets.load_dataset("parquet", split="train", **wanted))
         except (OSError, datasets.exceptions.DatasetGenerationError) as error:
@@ -191,8 +184,7 @@ class TrajectoryDataModule(LightningDataModule):
     @lru_cache(maxsize=1)  # noqa: B019
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The global batches of an epoch."""
-        settings: Any = {"batch_size": self.batch_size, "grouping": self.grouping, "seed": self.seed}
-        return epoch_plan(self.group, self.advantage(epoch) >= 0, epoch=epoch, **settings)
+        return epoch_plan(self.group, self.advantage(epoch) >= 0, self.batch_size, self.grouping, self.seed, epoch)
 
     @lru_cache(maxsize=1)  # noqa: B019
     def microbatches(self, epoch: int) -> int:
@@ -267,12 +259,6 @@ class TrajectoryDataModule(LightningDataModule):
     def place(self, trajectory: np.ndarray) -> list[str]:
         """File and row number of trajectories, for messages."""
         return [f"row {row} of {self.files[file]}" for file, row in self.locate(trajectory)]
-
-
-def has_conversations(path: str) -> bool:
-    """Whether a trajectory file has the column `sampled`."""
-    with open_parquet(path) as file:
-        return "sampled" in file.schema_arrow.names
 
 
 def prompt_index(column: pa.ChunkedArray) -> np.ndarray:

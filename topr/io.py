@@ -15,6 +15,7 @@ from typing import IO, Any, NoReturn
 
 import jsonargparse
 
+LARGEST = 1e6  # of rewards, baselines and log-probs in any input: sums of them are squared in float32
 LOCKS: list[IO] = []  # open files, see `lock`
 
 
@@ -103,6 +104,8 @@ def explained(what: str, errors: Any = Exception, remedy: str = "") -> Iterator[
     the `first_line` of the error, the remedy."""
     try:
         yield
+    except InputError:
+        raise
     except errors as error:
         raise InputError(f"{what} ({first_line(error)}){remedy and '; '}{remedy}") from error
 
@@ -116,11 +119,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def check_folder(name: str, path: str | Path) -> None:
     """Raise an InputError if no folder can be written at `path`, before any work starts."""
     there = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
-    try:
+    with explained(f"{name} {path} cannot be written: {there} takes no file", OSError, "name another place"):
         tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        reason = f"{there} takes no file ({error.strerror})"
-        raise InputError(f"{name} {path} cannot be written: {reason}; name another place") from error
 
 
 @contextmanager

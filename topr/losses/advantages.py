@@ -17,23 +17,15 @@ def centred(reward: np.ndarray, group: np.ndarray, kept: np.ndarray | None = Non
 def standardised(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(R - mean of the group) / (its standard deviation, ddof = 1, + 1e-4); 0 for a group of one."""
     advantage = centred(reward, group)
-    _, index = np.unique(group, return_inverse=True)
-    deviation = np.sqrt(np.bincount(index, advantage**2)[index] / np.maximum(group_sizes(group) - 1, 1))
+    deviation = np.sqrt((np.bincount(group, advantage**2) / np.maximum(np.bincount(group) - 1, 1))[group])
     return advantage / (deviation + 1e-4)
-
-
-def group_sizes(group: np.ndarray) -> np.ndarray:
-    """The size of each trajectory's group."""
-    _, group, count = np.unique(group, return_inverse=True, return_counts=True)
-    return count[group]
 
 
 def place_in_group(group: np.ndarray) -> np.ndarray:
     """The place of each element among those of its group, counted from 0 in the order given."""
-    order = np.argsort(group, kind="stable")
-    place = np.empty(len(group), np.int64)
-    place[order] = np.arange(len(group)) - np.searchsorted(group, group[order], sorter=order)
-    return place
+    import pandas as pd  # here: the help of commands needs none
+
+    return pd.Series(group).groupby(group).cumcount().to_numpy()
 
 
 def positives(advantage: np.ndarray, of_group: bool) -> np.ndarray:

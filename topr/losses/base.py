@@ -15,7 +15,6 @@ from torch import Tensor
 from topr.io import InputError
 
 Grouping = Literal["none", "group", "pair"]
-LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
 
 
 class LossOutput(NamedTuple):
@@ -37,8 +36,8 @@ class Loss(ABC):
 
     @abstractmethod
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        """Advantages of the whole data set, which is stored in float32, from rewards and group ids, [trajectories]. A
-        loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
+        """Advantages of the whole data set, which is stored in float32, from rewards and group numbers, [trajectories].
+        A loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
 
     @abstractmethod
     def __call__(

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topr.io import InputError
-from topr.losses.advantages import centred, group_sizes, place_in_group, standardised
-from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, check_clips, sum_tokens
+from topr.io import LARGEST, InputError
+from topr.losses.advantages import centred, place_in_group, standardised
+from topr.losses.base import Loss, LossOutput, check_argument, check_clips, sum_tokens
 from topr.losses.topr import TOPR, Ratio, RatioLoss, rho, truncated_ratio
 
 
@@ -22,10 +22,8 @@ class PPO(RatioLoss):
     token` is PPO's; see `RatioLoss` for the others."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
-        super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf))
+        super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf), baseline=baseline)
         check_clips(clip_low=clip_low, clip_high=clip_high)
-        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
-        self.baseline = baseline
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c."""
@@ -206,7 +204,7 @@ class RLOO(GroupREINFORCE):
     """A = R - mean of the OTHERS in the group (arXiv:2402.14740); 0 in a group of one."""
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        count = group_sizes(group)
+        count = np.bincount(group)[group]
         return centred(reward, group) * (count / np.maximum(count - 1, 1))
 
 
@@ -219,7 +217,7 @@ class AsymRE(GroupREINFORCE):
         self.delta = delta
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        return np.where(group_sizes(group) > 1, centred(reward, group) - self.delta, 0.0)
+        return np.where(np.bincount(group)[group] > 1, centred(reward, group) - self.delta, 0.0)
 
 
 class REDDrop(GroupREINFORCE):
@@ -227,13 +225,11 @@ class REDDrop(GroupREINFORCE):
     R - mean of the kept, 0 for the dropped, which still count in the divisor; each epoch drops anew."""
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        _, index = np.unique(group, return_inverse=True)
         negative = centred(reward, group) < 0
-        sign = 2 * index + negative
+        sign = 2 * group + negative
         order = np.lexsort((np.random.default_rng([seed, epoch, 1]).random(len(group)), sign))
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = place_in_group(sign[order])
-        kept = ~negative | (place < np.bincount(index, ~negative)[index])
+        place = place_in_group(sign[order])[np.argsort(order)]
+        kept = ~negative | (place < np.bincount(group, ~negative)[group])
         return np.where(kept, centred(reward, group, kept), 0.0)
 
 

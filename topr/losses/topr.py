@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from topr.io import InputError
+from topr.io import LARGEST, InputError
 from topr.losses.advantages import baseline_for_rewards
-from topr.losses.base import LARGEST, Loss, LossOutput, check_argument, sum_tokens
+from topr.losses.base import Loss, LossOutput, check_argument, sum_tokens
 
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
 LOG_ZERO = -1e4  # its exponential is exactly 0
@@ -44,9 +44,10 @@ class RatioLoss(Loss):
     """-A f(pi/mu; a, b) / T, limits by sign; `ratio: sequence`, the paper's, is that of all tokens. For comparison:
     `sequence_mean`, -A f(e^(h/T)), whose gradient carries the 1/T, and `token`, -(A/T) sum_t f(r_t)."""
 
-    def __init__(self, ratio: Ratio, a: tuple[float, float], b: tuple[float, float]):
+    def __init__(self, ratio: Ratio, a: tuple[float, float], b: tuple[float, float], baseline: float):
         check_argument("ratio", ratio, ratio in get_args(Ratio), f"one of {', '.join(get_args(Ratio))}")
-        self.ratio, self.a, self.b = ratio, a, b  # limits of positives, of negatives
+        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
+        self.ratio, self.a, self.b, self.baseline = ratio, a, b, baseline  # limits of positives, of negatives
 
     @staticmethod
     @abstractmethod
@@ -101,13 +102,12 @@ class TOPR(RatioLoss):
             largest = math.exp(LOG_INFINITY)
             valid = None not in (a, b) and 0 <= a <= b and a <= largest and not largest < b < math.inf
             check_argument(f"[a_{sign}, b_{sign}]", [a, b], valid, f"0 <= a <= b <= e^{LOG_INFINITY:.0f} or b = .inf")
-        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
         if positive_share is not None:
             check_argument("positive_share", positive_share, 0 < positive_share < 1, "strictly between 0 and 1")
             if baseline != 0:
                 raise InputError("model.loss: both baseline and positive_share are given; remove one")
-        super().__init__(ratio, a=(a_plus, a_minus), b=(b_plus, b_minus))
-        self.baseline, self.positive_share = baseline, positive_share
+        super().__init__(ratio, a=(a_plus, a_minus), b=(b_plus, b_minus), baseline=baseline)
+        self.positive_share = positive_share
 
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
         """R - c, where c is the baseline or follows from `positive_share`; see `Loss.advantages`."""

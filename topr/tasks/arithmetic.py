@@ -157,10 +157,10 @@ class Arithmetic(Task):
 
 
 def _wrong_digit(value: int, rng: np.random.Generator) -> int:
-    digits = list(str(abs(value)))
-    position = rng.integers(len(digits))
-    digits[position] = str((int(digits[position]) + rng.integers(1, 10)) % 10)
-    return int("".join(digits)) * (-1 if value < 0 else 1)
+    digits = str(abs(value))
+    at = rng.integers(len(digits))
+    digit = (int(digits[at]) + rng.integers(1, 10)) % 10
+    return int(f"{digits[:at]}{digit}{digits[at + 1 :]}") * (-1 if value < 0 else 1)
 
 
 def split_of(prompt: str) -> str:

@@ -4,4 +4,4 @@ Not here: grading of responses, batching.
 """
 
 from topr.trajectories.file import SCHEMA, Trajectory, add_log_probs, agreed, batches, read_metadata  # isort: skip
-from topr.trajectories.file import read_trajectories, validate, write_tables, write_trajectories  # isort: skip
+from topr.trajectories.file import read_trajectories, write_tables, write_trajectories  # isort: skip

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from topr.io import InputError, atomic, first_line
+from topr.io import LARGEST, InputError, atomic, explained
 
 REMEDY = "train.py predict samples trajectory files, python -m topr.trajectories import converts text"
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
@@ -67,13 +67,10 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], metadata: dict[st
 @contextmanager
 def open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file, not buffered ahead, checksums verified; raises InputError if pyarrow rejects it or its rows."""
-    try:
+    errors = OSError, ValueError, KeyError, OverflowError, pa.ArrowException
+    with explained(f"{path} cannot be read", errors, REMEDY):  # noqa: SIM117 - too long for one line
         with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
             yield file
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, OverflowError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}; {REMEDY}") from error
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
@@ -100,12 +97,6 @@ def _complete(table: pa.Table) -> pa.Table:
     return table if "sampled" in table.column_names else table.append_column("sampled", pa.nulls(len(table)))
 
 
-def validate(path: str | Path, vocabulary: int, max_tokens: int) -> None:
-    """Check every row of a trajectory file; arguments and errors as those of `batches`."""
-    for _ in batches(path, vocabulary, max_tokens):
-        pass
-
-
 def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**31 - 1) -> Iterator[pa.Table]:
     """Read a trajectory file in batches, cast to `SCHEMA` and checked; raises InputError, naming the first bad row."""
     start = 0
@@ -123,11 +114,8 @@ def batches(path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**
 
 
 def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple[np.ndarray, str]]:
-    from topr.losses import LARGEST
-
     lists = {name: table[name].combine_chunks() for name in ("prompt_ids", "response_ids", "ref_logprobs")}
-    lengths = [pc.list_value_length(column).to_numpy() for column in lists.values()]
-    prompt, response, scored = lengths
+    prompt, response, scored = (pc.list_value_length(column).to_numpy() for column in lists.values())
     yield prompt == 0, "prompt_ids is empty; a response needs a prompt of one token at least"
     yield response == 0, "the response is empty; drop the row or store its end token"
     sampled = table["sampled"].combine_chunks()
@@ -137,11 +125,11 @@ def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple
     yield some & ((marked != response) | (chosen == 0)), "sampled must mark each response token, at least one as true"
     unscored = np.where(some, chosen, response) != scored
     yield unscored, "response_ids and ref_logprobs differ in length; store log mu of each sampled token"
-    for (name, column), length in zip(lists.items(), lengths, strict=True):
+    for name, column in lists.items():
         low, high = (-LARGEST, 0) if name == "ref_logprobs" else (0, vocabulary - 1)
         values = column.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
-        wrong = np.flatnonzero(~((values >= low) & (values <= high)))
-        bad = np.isin(np.arange(len(table)), np.searchsorted(length.cumsum(), wrong, side="right"))
+        rows = pc.list_parent_indices(column).to_numpy()[~((values >= low) & (values <= high))]
+        bad = np.isin(np.arange(len(table)), rows)
         yield bad, f"{name} holds a value that is null or outside [{low:.0f}, {high}]"
     yield ~(np.abs(table["reward"]) <= LARGEST), f"the reward is NaN or beyond +-{LARGEST:.0f}"
     tokens, limit = prompt + response, f"{max_tokens}, the policy's context or data.microbatch_tokens"
@@ -169,9 +157,8 @@ def resolve_files(train: str | list[str], key: str = "data.train", rows: bool = 
     """Parquet files (with `rows`, sources of `load_rows`) of paths, globs, hub data sets, which errors call `key`."""
     files: list[str] = []
     for entry in [train] if isinstance(train, str) else train:
-        found = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry))
-        if not found and rows:
-            found = [entry]  # a hub data set, or load_rows reports it
+        # with `rows`, what is left is a hub data set, or load_rows reports it
+        found = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry)) or [entry] * rows
         if not found and re.fullmatch(r"[\w.-]+/[\w-]+", entry):
             from huggingface_hub import snapshot_download
 
@@ -190,7 +177,8 @@ def load_rows(source: str | Path, required: Types, optional: Types | None = None
     """Rows of JSON lines (.gz and .zst too), Parquet, or a hub data set written `owner/name[/config]:split`.
     Optional keys may be absent or null. Raises InputError for a row that lacks a key or holds another type."""
     hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?:(\w+(?:\[.*\])?)", str(source))
-    try:
+    expected = "JSON lines in UTF-8 (.gz and .zst too), Parquet, or a hub data set owner/name[/config]:split"
+    with explained(f"{source} cannot be read", remedy=f"give {expected}"):
         if hub and not os.path.exists(source):
             import datasets
 
@@ -202,9 +190,6 @@ def load_rows(source: str | Path, required: Types, optional: Types | None = None
             stream = pa.input_stream(pa.py_buffer(Path(source).read_bytes()), compression)
             lines = io.TextIOWrapper(stream, encoding="utf-8-sig").read().split("\n")  # a string may hold U+2028
             rows = json.loads("[" + ",\n".join(line for line in lines if line.strip()) + "]")
-    except Exception as error:  # whatever a library raises for a network, a name or a damaged file
-        expected = "JSON lines in UTF-8 (.gz and .zst too), Parquet, or a hub data set owner/name[/config]:split"
-        raise InputError(f"{source} cannot be read ({first_line(error)}); give {expected}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise InputError(f"{source}, row {number}: expected a JSON object, found {type(row).__name__}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from topr.io import InputError
+from topr.io import LARGEST, InputError
 from topr.trajectories.file import Trajectory, Types, add_log_probs, load_rows, write_trajectories
 
 FORMATS = [  # keys of the prompt (absent where the responses start with it), response, reward
@@ -141,8 +141,6 @@ def _turns(
 def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | list[dict], float]]:
     """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1. The response to the
     first message of a conversation is the messages that follow it, from the first of the assistant's to the last."""
-    from topr.losses import LARGEST
-
     if "prompt" not in row and all(isinstance(row.get(key), str) for key in ("chosen", "rejected")):
         row = row | _split_dialogues(row["chosen"], row["rejected"])
     fits = [form for form in FORMATS if set(form) <= row.keys()]
