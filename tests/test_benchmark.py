@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 
+@pytest.mark.slow
 def test_the_benchmark_trains_on_every_token():
     command = [sys.executable, ROOT / "tests" / "benchmark.py", "train", "--quick", "--peers", ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

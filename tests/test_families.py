@@ -17,8 +17,6 @@ from topr.reproduce.making import make_tokenizer
 README = (ROOT / "README.md").read_text("utf-8")
 TABLE = re.search(r"^\| share prompts \| padded \|\n.*\n\| (.+) \| (.+) \|$", README, re.MULTILINE)
 SHARING, PADDING = (column.split(", ") for column in TABLE.groups())
-SLOW = {"Mamba": pytest.mark.slow}  # its scan, and the estimate of its memory
-NAMES = [pytest.param(name, marks=SLOW.get(name, ())) for name in SHARING + PADDING]
 CLASSES = {family.lower(): family for family in FAMILIES | PADDED}
 RESPONSES = [
     {"prompt": prompt, "response": response, "reward": len(response) % 2 == 0}
@@ -37,7 +35,8 @@ def test_the_readme_lists_each_family_that_is_tested_once():
 
 
 @pytest.mark.filterwarnings("ignore:.*trajectories are padded")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARING + PADDING)
 def test_a_family_is_imported_and_trained(run, name):
     policy = make_policy_of(class_of(name))
     policy.tokenizer = make_tokenizer()

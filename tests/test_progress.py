@@ -194,6 +194,7 @@ def test_a_bar_is_refreshed_a_few_times_a_second(replace_stderr, monkeypatch):
     assert 3 <= len(stderr.shown) <= 3 + 4 * seconds and progress.n > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -46,6 +46,7 @@ def make_llama(folder, texts, hidden: int = 64, layers: int = 2):
     return policy
 
 
+@pytest.mark.slow
 def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_path):
     questions = [json.loads(line) for line in (SHARED / "gsm8k_train.jsonl").read_text().splitlines()]
     tokenizer = make_llama(tmp_path / "base", [row["question"] + "\n" + row["answer"] for row in questions]).tokenizer
@@ -87,6 +88,7 @@ CHAT = (
 )
 
 
+@pytest.mark.slow
 def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path):
     """Imitate gold solutions for seconds, then sample, grade, score, train an epoch, evaluate, import, inspect."""
     lines = (SHARED / "gsm8k_train.jsonl").read_text().splitlines(True)

@@ -188,6 +188,7 @@ def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=0-step=6.ckpt"]
 
 
+@pytest.mark.slow
 def test_a_second_process_stays_out_of_a_run(fit, monkeypatch):
     """The first is asked to stop in its fourth update; until then a second one is started."""
     whole, second = fit.whole(), []
