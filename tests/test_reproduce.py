@@ -627,7 +627,7 @@ def test_a_minimal_quick_study_survives_a_kill(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-2000:]
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(results()) > len(before)
     found = json.loads((tmp_path / "quick/standard/claims.json").read_text())
-    assert "claim 4 holds:" in done.stdout and found["claims"][0]["seeds"] == [1, 2]
+    assert "4. holds:" in done.stdout and found["claims"][0]["seeds"] == [1, 2]
     assert (tmp_path / "quick/standard/claim_4.png").exists()
 
 
