@@ -1,9 +1,11 @@
 """The commands end to end on a tiny policy: fit, validate, test, predict, evaluate, and what they write."""
 
+import gc
 import inspect
 import json
 import math
 import re
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -177,6 +179,10 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
     for split, method in (("val", trainer.validate), ("test", trainer.test)):
         (figures,) = method(module, data, verbose=False)
         assert 0 <= figures[f"{split}_interval/pass@1_low"] <= figures[f"{split}/pass@1"] <= 1
+    weights = weakref.ref(module.policy)
+    del trainer, module, data, method
+    gc.collect()
+    assert weights() is None  # a notebook trains several times
 
 
 def test_the_readme_s_lines_of_python_train_the_embedded_task(run, monkeypatch):

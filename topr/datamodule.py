@@ -87,6 +87,9 @@ class TrajectoryDataModule(LightningDataModule):
         self.grouping = "group" if whole_groups else loss.grouping
         self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
         self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
+        for method in (self.advantage, self.plan, self.microbatches, self.read_problems):
+            # a cache of the class would keep the trainer, and with it the weights, after this object has gone
+            setattr(self, method.__name__, lru_cache(maxsize=2)(method))
 
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
@@ -168,7 +171,6 @@ class TrajectoryDataModule(LightningDataModule):
         shares["effective_positive_share"] = advantage_share(advantage)
         return shares if of_group else shares | {"baseline": float(np.mean(self.reward.astype(float) - advantage))}
 
-    @lru_cache(maxsize=1)  # noqa: B019 - a data module lives as long as its process
     def advantage(self, epoch: int) -> np.ndarray:
         """Advantages in an epoch: some losses draw them anew in each."""
         found = np.asarray(self.loss.advantages(self.reward, self.group, self.seed, epoch), dtype=np.float32)
@@ -181,12 +183,10 @@ class TrajectoryDataModule(LightningDataModule):
             raise InputError(f"data.train: {reason}, so {type(self.loss).__name__} learns nothing; {remedy}")
         return found
 
-    @lru_cache(maxsize=1)  # noqa: B019
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The global batches of an epoch."""
         return epoch_plan(self.group, self.advantage(epoch) >= 0, self.batch_size, self.grouping, self.seed, epoch)
 
-    @lru_cache(maxsize=1)  # noqa: B019
     def microbatches(self, epoch: int) -> int:
         """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
         settings: Any = {"microbatch_tokens": self.microbatch_tokens, "unit": self.unit, "padded": self.padded}
@@ -216,7 +216,6 @@ class TrajectoryDataModule(LightningDataModule):
         )
         return TrainLoader(batches, epoch, self.num_workers)
 
-    @lru_cache(maxsize=4)  # noqa: B019
     def read_problems(self, split: str) -> list[Problem]:
         """Problems of `val`, `test` or `problems`; none if the split is not set."""
         path = getattr(self, split)
