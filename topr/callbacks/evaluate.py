@@ -51,9 +51,11 @@ class Evaluate(Callback):
         figures = flat(split, self.measure(trainer, split))
         if trainer.sanity_checking:
             return
+        about: Any = {"logger": not fitting, "sync_dist": True, "batch_size": 1}  # all ranks have the same figures
+        digits = {"dtype": torch.float64, "device": module.device}  # the shortest of float32: the table shows all
         for key, value in figures.items():  # for other callbacks, the progress bar and Lightning's table
-            short = torch.tensor(float(str(np.float32(value))), dtype=torch.float64)  # the table shows all digits
-            module.log(key, short, prog_bar=key == "val/pass@1", logger=not fitting, rank_zero_only=True, batch_size=1)
+            short = torch.tensor(float(str(np.float32(value))), **digits)
+            module.log(key, short, prog_bar=key == "val/pass@1", **about)
         if fitting:
             self._write(trainer, figures)
 
