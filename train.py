@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -168,6 +169,8 @@ class CLI(LightningCLI):
             message = self._explain(error)
             if created and self.trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # other versions are there
+                    folder.parent.rmdir()
             raise InputError(message) from error
 
     def _explain(self, error: BaseException) -> str:

@@ -417,26 +417,26 @@ def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, ch
 
 PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
 MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
-    "no reward": (PLAIN, {"reward": None}, "row 2: the keys prompt, response are those of no formats; expected"),
-    "no key": (PLAIN, dict.fromkeys(PLAIN), "row 2: the keys (none) are those of no formats"),
+    "no reward": (PLAIN, {"reward": None}, "row 2: the keys with a value (prompt, response) fit no formats; expected"),
+    "no key": (PLAIN, dict.fromkeys(PLAIN), "row 2: the keys with a value (none) fit no formats"),
     "two formats": (
         PLAIN,
         {"completion": "2", "label": True},
-        "row 2: the keys completion, label, prompt, response, re",
+        "row 2: the keys with a value (completion, label, prompt, response, re",
     ),
     "label and reward": (
         PLAIN,
         {"messages": [ASK, SAY]},
-        "are those of 2 formats; expected those of one: prompt, resp",
+        "fit 2 formats; expected those of one: prompt, resp",
     ),
     "prompt": (PLAIN, {"prompt": 1}, "row 2: key 'prompt' holds 1, expected chat messages"),
     "response": (PLAIN, {"response": 2}, "key 'response' holds 2, expected chat messages"),
     "no message": (CHAT, {"messages": []}, "key 'messages' holds [], expected chat messages"),
     "text as conversation": (CHAT, {"messages": "1"}, "key 'messages' holds '1', expected chat messages"),
     "no prompt": (CHAT, {"messages": [SAY]}, "key 'prompt' holds [], expected chat messages"),
-    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in the one assistant message"),
+    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in an assistant message, the only one"),
     "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt ends in an assistant message"),
-    "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in the one assistant message"),
+    "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in an assistant message, the only one"),
     "role": (
         CHAT,
         {"messages": [ASK | {"role": "human"}, SAY]},
@@ -468,7 +468,7 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
     "reward": (
         PLAIN,
         {"reward": "1"},
-        "key 'reward' holds '1', expected a boolean or (no label) a number up to 1000000",
+        "key 'reward' holds '1', expected a boolean or a number up to 1000000",
     ),
     "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
     "huge reward": (PLAIN, {"reward": -1e39}, "key 'reward' holds -1e+39"),

@@ -51,11 +51,11 @@ class Evaluate(Callback):
         figures = flat(split, self.measure(trainer, split))
         if trainer.sanity_checking:
             return
-        about: Any = {"logger": not fitting, "sync_dist": True, "batch_size": 1}  # all ranks have the same figures
-        digits = {"dtype": torch.float64, "device": module.device}  # the shortest of float32: the table shows all
         for key, value in figures.items():  # for other callbacks, the progress bar and Lightning's table
-            short = torch.tensor(float(str(np.float32(value))), **digits)
-            module.log(key, short, prog_bar=key == "val/pass@1", **about)
+            # the shortest digits of float32, since the table shows all; the same on all ranks
+            short = torch.tensor(float(str(np.float32(value))), dtype=torch.float64, device=module.device)
+            shown = key == "val/pass@1"
+            module.log(key, short, prog_bar=shown, logger=not fitting, sync_dist=True, batch_size=1)
         if fitting:
             self._write(trainer, figures)
 

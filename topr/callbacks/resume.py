@@ -145,7 +145,7 @@ class ExactResume(Callback):
         if self.training and trainer.global_step and not trainer.fast_dev_run:
             path = Path(trainer.log_dir) / "checkpoints" / PREEMPTED
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
-                trainer.save_checkpoint(trainer.strategy.broadcast(temporary))
+                trainer.save_checkpoint(trainer.strategy.broadcast(temporary), weights_only=False)
         if trainer.is_global_zero:
             print(f"ended by SIGTERM after update {trainer.global_step}; --ckpt_path last resumes there")
         else:

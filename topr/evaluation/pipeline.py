@@ -37,7 +37,7 @@ def find_benchmark(name: str) -> tuple[Task, str | None, Verifier | None]:
     module, _, kind = name.rpartition(".")
     known = f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
     with explained(f"--benchmark {name!r} is unknown", (ImportError, AttributeError, ValueError), known):
-        return getattr(import_module(module), kind)(), None, None
+        return getattr(import_module(module or kind), kind)(), None, None
 
 
 def sample_and_grade(

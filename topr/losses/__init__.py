@@ -1,7 +1,5 @@
 """Losses on stored trajectories: pure functions of log-probs, each one class chosen by `class_path`.
-
-Not here: models, loggers, trainers.
-"""
+Not here: models, loggers, trainers."""
 
 from topr.losses.advantages import advantage_share, baseline_for_rewards, positives, silent_groups
 from topr.losses.base import Loss, LossOutput, check_output, sum_tokens

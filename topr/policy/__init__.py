@@ -1,7 +1,5 @@
 """Policies: Hugging Face causal language models with their tokenizers, in and out, and their log-probs.
-
-Not here: sampling, grading, training.
-"""
+Not here: sampling, grading, training."""
 
 from topr.policy.files import encode, encode_prompt, load_tokenizer, policy_fingerprint, provenance
 from topr.policy.files import render_prompt, resolve_policy, tokenizer_fingerprint, vocabulary_and_context

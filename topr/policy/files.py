@@ -75,7 +75,7 @@ def policy_fingerprint(name: str) -> str:
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a policy; raises InputError if there is none, or none with an end-of-sequence token."""
     folder, (vocabulary, _) = resolve_policy(name), vocabulary_and_context(name)
-    with explained(f"policy {name!r} has no usable tokenizer"):
+    with explained(f"policy {name!r} has no usable tokenizer", remedy="save one in its folder"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.eos_token or tokenizer.eos_token_id not in range(vocabulary):
         message = f"the tokenizer of policy {name!r} has no end-of-sequence token among the {vocabulary} of its model"

@@ -1,4 +1,2 @@
 """The paper's claims, measured on the embedded task: experiments, criteria and figures.
-
-Not here: training, sampling, grading, curation.
-"""
+Not here: training, sampling, grading, curation."""

@@ -1,7 +1,5 @@
 """Samplers: prompts in, responses out, both as token ids; decoded in this process or on servers.
-
-Not here: tokenising prompts, grading, files.
-"""
+Not here: tokenising prompts, grading, files."""
 
 from topr.sampling.base import Response, Sampler, Sampling, Stop
 from topr.sampling.local import LocalSampler

@@ -146,7 +146,7 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | li
     fits = [form for form in FORMATS if set(form) <= row.keys()]
     form = max(fits, key=len, default=())
     if not form or any(set(other) - set(form) for other in fits):
-        found = f"the keys {', '.join(sorted(row)[:9]) or '(none)'} are those of {len(fits) or 'no'} formats"
+        found = f"the keys with a value ({', '.join(sorted(row)[:9]) or 'none'}) fit {len(fits) or 'no'} formats"
         raise InputError(f"{found}; expected those of one: {'; '.join(map(', '.join, FORMATS))}")
     if form[0] == "input":
         warnings.warn(DUMP, stacklevel=4)
@@ -160,7 +160,7 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | li
     elif last != "label" and isinstance(row[last], int | float) and abs(row[last]) <= LARGEST:
         rewards = {key: float(row[last])}
     else:
-        expected = f"a boolean or (no label) a number up to {LARGEST:.0f}"
+        expected = "a boolean" if last == "label" else f"a boolean or a number up to {LARGEST:.0f}"
         raise InputError(f"key {last!r} holds {row[last]!r:.20}, expected {expected}")
     for key, reward in rewards.items():
         prompt, response = row[prompt_key[0]] if prompt_key else None, row[key]
@@ -174,7 +174,7 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | li
             if prompt is None or prompt in [message.get("content") for message in before]:  # it repeats the question
                 prompt, before = before, []
             if before or roles[-1] != "assistant" or text is None:
-                raise InputError(f"key {key!r} must end in the one assistant message that has the reward")
+                raise InputError(f"key {key!r} must end in an assistant message, the only one beside a prompt")
             response = text
         if not isinstance(prompt, str):
             prompt = _messages(prompt, "prompt")
