@@ -326,17 +326,16 @@ def test_a_run_killed_before_it_wrote_its_config_starts_over_in_its_folder(fit):
     assert_same(version, fit.whole())
 
 
-def test_a_rejected_run_leaves_the_runs_beside_it(fit, monkeypatch):
+def test_a_rejected_run_leaves_the_runs_beside_it_and_no_empty_folder(fit, monkeypatch):
     def rejected(*_):
-        (fit.folder / "runs" / "other").mkdir()
+        for name in ("other", "kept/version_7"):
+            (fit.folder / "runs" / name).mkdir(parents=True, exist_ok=True)
         raise InputError("rejected")
 
     monkeypatch.setattr(PolicyModule, "on_train_start", rejected)
-    assert fit("rejected")[0] == 2
-    assert {str(path.relative_to(fit.folder)) for path in (fit.folder / "runs").rglob("*")} == {
-        "runs/other",
-        "runs/rejected",
-    }
+    assert fit("kept")[0] == fit("rejected")[0] == 2
+    left = {str(path.relative_to(fit.folder / "runs")) for path in (fit.folder / "runs").rglob("*")}
+    assert left == {"other", "kept", "kept/version_7"}
 
 
 def test_nothing_in_a_checkpoint_is_executed(fit):
