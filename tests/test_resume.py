@@ -21,10 +21,12 @@ from topr import callbacks
 from topr.batching import MicroBatches, TrainLoader
 from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor
 from topr.callbacks.resume import updates
+from topr.datamodule import TrajectoryDataModule
 from topr.evaluation import pipeline
 from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
+from topr.policy import Policy
 from topr.policy.logprobs import Head
 from topr.sampling import LocalSampler
 from topr.trajectories import read_trajectories
@@ -324,6 +326,22 @@ def test_a_run_killed_before_it_wrote_its_config_starts_over_in_its_folder(fit):
     assert code == 0 and "starting afresh" in output, output
     assert [path.name for path in version.parent.iterdir()] == ["version_0"]
     assert_same(version, fit.whole())
+
+
+def test_a_policy_that_pads_has_as_many_micro_batches_when_it_is_resumed(fit, monkeypatch):
+    counts, count = [], TrajectoryDataModule.microbatches
+
+    def counted(self, epoch: int) -> int:
+        counts.append((self.padded, count(self, epoch)))
+        return counts[-1][1]
+
+    monkeypatch.setattr(Policy, "padded", True)
+    monkeypatch.setattr(TrajectoryDataModule, "microbatches", counted)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError, match="killed here"):
+        kill(patch, 4)
+        fit("padded")
+    assert fit("padded")[0] == 0
+    assert len(counts) >= 2 and len(set(counts)) == 1 and counts[0][0]
 
 
 def test_a_rejected_run_leaves_the_runs_beside_it_and_no_empty_folder(fit, monkeypatch):

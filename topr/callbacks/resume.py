@@ -99,6 +99,7 @@ class ExactResume(Callback):
         if trainer.state.fn != "fit":
             return
         self.random = checkpoint["random"]
+        trainer.datamodule.padded = module.policy.padded  # `Monitor` sets it only after this hook
         # Lightning counts micro-batches. An update may now take another number of them, and a checkpoint that a
         # validation wrote may lie within an update: go back to the last whole update, where the loader resumes as well.
         loop = checkpoint["loops"]["fit_loop"]
