@@ -164,6 +164,9 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
         train=str(folder / "train.parquet"), val=problems, test=problems, samples=2, val_samples=2, batch_size=8,
         sampling=task.sampling, policy=str(policy), loss=loss, task=task,
     )  # fmt: skip
+    trial = PolicyModule(str(policy), task, loss, partial(torch.optim.AdamW, lr=3e-3))
+    Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False).fit(trial, data)
+    assert len(data.read_problems("val")) == 2
     sanity_checks, measure = [], callbacks.Evaluate.measure
 
     def observed(self, trainer, *arguments):
@@ -174,13 +177,14 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
     trainer = Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False)
     trainer.fit(module, data)
     assert trainer.global_step == 3 and sanity_checks == [True, False, False]  # then before and after the epoch
+    assert len(data.read_problems("val")) == len((folder / "problems.jsonl").read_text().splitlines()) > 2
     before, after = load_policy(str(policy)).state_dict(), module.policy.state_dict()
     assert not any(torch.equal(after[name], before[name]) for name in before)
     for split, method in (("val", trainer.validate), ("test", trainer.test)):
         (figures,) = method(module, data, verbose=False)
         assert 0 <= figures[f"{split}_interval/pass@1_low"] <= figures[f"{split}/pass@1"] <= 1
     weights = weakref.ref(module.policy)
-    del trainer, module, data, method
+    del trainer, trial, module, data, method
     gc.collect()
     assert weights() is None  # a notebook trains several times
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import UserList
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -87,13 +87,14 @@ class TrajectoryDataModule(LightningDataModule):
         self.grouping = "group" if whole_groups else loss.grouping
         self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
         self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
-        for method in (self.advantage, self.plan, self.microbatches, self.read_problems):
-            # a cache of the class would keep the trainer, and with it the weights, after this object has gone
-            setattr(self, method.__name__, lru_cache(maxsize=2)(method))
 
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
         command = self.trainer.state.fn.value
+        self.__dict__.pop("sampling_job", None)
+        for name in ("advantage", "plan", "microbatches", "read_problems"):  # anew for each command
+            # a cache of the class would keep the trainer, and with it the weights, after this object has gone
+            setattr(self, name, lru_cache(maxsize=2)(partial(getattr(type(self), name), self)))
         with same_error_on_all_ranks():
             for name in NEEDED[command]:
                 if not getattr(self, name):
