@@ -318,11 +318,13 @@ def test_only_rank_0_shows_progress(tmp_path, arguments):
     script += "distributed.INTERVAL = 1e-9; import train; train.main()"
     (tmp_path / "script.py").write_text(script)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    done = subprocess.run(
-        list(map(str, [*launch, "validate", *arguments, *more])),
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    settings = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+    settings["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, [*launch, "validate", *arguments, *more])), **settings)
     assert done.returncode == 0, done.stderr
+    alone = subprocess.run(list(map(str, [sys.executable, "script.py", "validate", *arguments])), **settings)
+    figures = [re.findall(r"│ +(\S+) +│ +(\S+) +│", output) for output in (done.stdout, alone.stdout)]
+    assert figures[0] == figures[1] and len(figures[0]) == 15  # intervals as well
     assert re.findall(r"validation .*?\d/(\d+) responses of rank 0,", done.stderr)[-1] == "12"  # 3 problems of 5
     assert not re.findall(r"validation .*?\d/8 responses", done.stderr)
     assert "sync_dist" not in done.stderr  # Lightning warns of figures that ranks log differently

@@ -75,7 +75,8 @@ class Evaluate(Callback):
         sampler = LocalSampler() if isinstance(module.sampler, ServerSampler) else module.sampler
         samples = 2 if trainer.fast_dev_run else data.val_samples if split == "val" else data.samples
         settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
-        settings["numbers"] = range(trainer.global_rank, len(data.read_problems(split)), trainer.world_size)
+        ranks, count = trainer.world_size, len(data.read_problems(split))
+        settings["numbers"] = range(trainer.global_rank, count, ranks)
         progress = Progress({"val": "validation"}.get(split, split), samples * len(problems))
         with sampling_context(trainer, sampler, samples, problems), progress as sampler.progress:
             trajectories = sample_and_grade(sampler, module.policy, module.task, problems, **settings)
@@ -84,7 +85,9 @@ class Evaluate(Callback):
         self._show(trainer, split, trajectories)
         metrics = PerProblem(samples).to(trainer.strategy.root_device)
         metrics.update(trajectories)
-        return summarise(metrics.compute())
+        # in the order of the file, however many ranks there are: the bootstrap draws by position
+        order = np.argsort(np.concatenate([range(rank, count, ranks) for rank in range(ranks)]))
+        return summarise({name: values[order] for name, values in metrics.compute().items()})
 
     def _show(self, trainer: Any, split: str, trajectories: list[Trajectory]) -> None:
         """Log a few responses as text in TensorBoard."""
@@ -184,7 +187,7 @@ def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[s
     head = yaml.safe_dump(known | {"pipeline_tag": "text-generation", "tags": ["topr"]})
     about = f"{summary['steps']} updates on {summary['trajectories']} trajectories of {', '.join(data.files)}"
     text = f"---\n{head}---\n# {module.policy_name}, trained with {type(module.loss).__name__}\n\n{about}, "
-    text += "by Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
+    text += "with the code of Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
     if measured:
         counts = "{problems} problems, {samples} samples each".format(**summary["after"])
         text += f"{table(measured)}\n{counts}; per cent (length: tokens), 95% bootstrap intervals over problems.\n\n"
