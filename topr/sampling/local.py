@@ -78,7 +78,7 @@ class Rows:
     def __init__(self, policy: Policy, sampling: Sampling, rows: int | None, responses: int, progress: Progress):
         self.model, self.device, self.progress = policy.model, policy.device, progress
         self.sampling, self.ended = sampling, end_of_response(policy, sampling)
-        self.free = free_memory(self.device) if rows is None else math.inf
+        self.given = rows is not None
         self.tokens = rows or MOST_ROWS  # of prompts that are computed at once; a step computes one a row
         self.drafts: list[Draft | None] = [None] * min(self.tokens, responses)  # None: the row is free
         self.starts = [0] * len(self.drafts)  # first column of each row
@@ -120,7 +120,8 @@ class Rows:
         size = self.cache.layers[0].keys.element_size()
         token = size * sum(p.keys[0, :, 0].numel() + p.values[0, :, 0].numel() for p in self.prompts.layers)
         row = token * columns + 16 * self.logits_PV.shape[1]  # scores, sorted and summed
-        return int(min(len(self.drafts), max(1, 0.8 * self.free / row)))  # a fifth for the layers' own tensors
+        free = math.inf if self.given else free_memory(self.device)  # beside the weights that autocast has copied
+        return int(min(len(self.drafts), max(1, 0.8 * free / row)))  # a fifth for the layers' own tensors
 
     def start(self, started: dict[int, tuple[int, Draft]]) -> Tensor:
         """Start in each row the response to a prompt of the last `prefill`; logits_RV of the first tokens."""
