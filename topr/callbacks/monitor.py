@@ -109,8 +109,8 @@ class Monitor(Callback):
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
         check_finite(trainer, rows, norm)
         if step == 0:
-            *_, other, last = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            last = min(last, other, key=torch.numel)  # not the output projection
+            trained = [p for name, p in module.named_parameters() if p.requires_grad and "lora_A" not in name]
+            last = min(trained[-2:], key=torch.numel)  # not the output projection; lora_A has no gradient at first
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
             if not trainer.lr_scheduler_configs:  # a warm-up starts at 0
                 self.watched = last, last.detach().clone()
