@@ -167,7 +167,7 @@ class CLI(LightningCLI):
             for bar in [*Progress._instances]:  # else it would be drawn again below the message
                 bar.close()
             message = self._explain(error)
-            if created and self.trainer.global_step == 0:
+            if created and self.trainer.is_global_zero and self.trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # other versions are there
                     folder.parent.rmdir()
