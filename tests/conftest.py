@@ -151,6 +151,18 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def tiny(tmp_path) -> tuple[Path, list]:
+    """A policy in base/, and arguments of train.py for it, its trajectories and five problems, three samples each."""
+    policy = make_policy(tmp_path / "base", scale=0.5)
+    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(5)))
+    files = [f"--model.policy={policy}", f"--data.train={data}"]
+    files += [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
+    return policy, ["--config", ROOT / "configs" / "arithmetic.yaml", *files, "--data.samples=3"]
+
+
+@pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Run a command in a folder of its own: exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import ROOT, make_policy
 from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
@@ -98,16 +98,9 @@ def without_delay(monkeypatch):
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(tiny):
     """Of a run of two epochs with three updates each, and of five problems."""
-    policy = make_policy(tmp_path / "base", scale=0.5)
-    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(5)))
-    files = [f"--model.policy={policy}", f"--data.train={data}"]
-    files += [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
-    given = ["--data.samples=3", "--data.batch_size=8", "--trainer.max_epochs=2", "--trainer.val_check_interval=0.5"]
-    return ["--config", ROOT / "configs" / "arithmetic.yaml", *files, *given]
+    return [*tiny[1], "--data.batch_size=8", "--trainer.max_epochs=2", "--trainer.val_check_interval=0.5"]
 
 
 def counts(shown: list[str], name: str, total: int) -> list[int]:

@@ -37,14 +37,9 @@ GLOSSARY = ROOT / "topr" / "callbacks" / "README.md"  # explains every metric th
 
 
 @pytest.fixture
-def setting(tmp_path):
-    policy = make_policy(tmp_path / "base", scale=0.5)
-    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(5)))
-    files = [f"--model.policy={policy}", f"--data.train={data}"]
-    files += [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
-    return policy, [*CONFIG, *files, "--data.samples=3", "--trainer.enable_progress_bar=false"]
+def setting(tiny):
+    policy, arguments = tiny
+    return policy, [*arguments, "--trainer.enable_progress_bar=false"]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
