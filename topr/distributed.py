@@ -68,6 +68,8 @@ class Progress(tqdm):
 
     def advance(self, responses: int, tokens: int) -> None:
         """Count responses that have ended, and sampled tokens, whose number per second is shown."""
+        if self.disable:  # sampling calls this at every token
+            return
         self.tokens += tokens
         self.postfix = self.format_sizeof(self.tokens / (self.format_dict["elapsed"] or 1), " tok/s")
         self.update(responses)

@@ -152,14 +152,15 @@ class Rows:
         drafts = [self.drafts[row] for row in rows]
         draws = [draft.draws[len(draft.ids)] if draft else 0.0 for draft in drafts]
         tokens = sample_tokens(logits_RV, draws, self.sampling).tolist()
+        ended = 0
         for row, draft, token in zip(rows, drafts, tokens, strict=True):
             if draft is not None:
                 draft.ids.append(token)
                 if self.ended(draft.ids):
+                    ended += 1
                     self.drafts[row] = None
                     self.starts[row] = self.cursor  # the positions of a free row must not exceed the model's
-        idle = drafts.count(None)
-        self.progress.advance([self.drafts[row] for row in rows].count(None) - idle, len(drafts) - idle)
+        self.progress.advance(ended, len(drafts) - drafts.count(None))
 
     def _forward(self, ids_RL: Tensor, mask_RC: Tensor, position_RL: Tensor, cache: Cache) -> Tensor:
         inputs = {"input_ids": ids_RL, "attention_mask": mask_RC.long(), "position_ids": position_RL}
