@@ -18,6 +18,8 @@ def example(policy):
         t.prompt_ids, t.response = [4] * [1, 3, 3, 4, 5, 6, 1][i], f"line {i}\nnext"
         t.valid = None if i == 0 else i < 5
     trajectories[6].ref_logprobs = [-0.25]
+    t = trajectories[5]  # one token more, which was not sampled
+    t.response_ids, t.ref_logprobs, t.sampled = [3, *t.response_ids], [-9.0, *t.ref_logprobs], [False] + [True] * 6
     trajectories[0].answer, trajectories[0].gold = "7", "8"
     return trajectories
 

@@ -107,9 +107,9 @@ def expected_gradient(policy, trajectories, limits) -> dict[str, torch.Tensor]:
         ids = torch.tensor([t.prompt_ids + t.response_ids])
         log_probs = model(ids).logits[0].log_softmax(-1)
         start = len(t.prompt_ids) - 1
-        sampled = t.sampled or [True] * len(t.response_ids)
+        sampled = np.array(t.sampled or [True] * len(t.response_ids))
         log_pi = sum(log_probs[start + i, token] for i, token in enumerate(t.response_ids) if sampled[i])
-        ratio = math.exp(log_pi.item() - np.float32(t.ref_logprobs).sum(dtype=np.float64))
+        ratio = math.exp(log_pi.item() - np.float32(t.ref_logprobs)[sampled].sum(dtype=np.float64))
         low, high = (a_plus, b_plus) if t.reward >= 0 else (a_minus, b_minus)
         factor = t.reward * min(max(ratio, low), high) / sum(sampled) / len(trajectories)
         for (name, _), gradient in zip(

@@ -244,10 +244,13 @@ class MicroBatches(Dataset):
         chosen = batch[shares[0][-self.unit :] if filler else share]
         table = self.rows[chosen.tolist()]
         sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
-        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy(), sampled)
+        prompts, scores = table["prompt_ids"].to_numpy(), table["ref_logprobs"].to_numpy()
+        tokens = pack(prompts, table["response_ids"].to_numpy(), sampled)
+        places = (place - len(prompt) + 1 for place, prompt in zip(tokens.predicting, prompts, strict=True))
+        ref_log_probs = [log_probs[place] for log_probs, place in zip(scores, places, strict=True)]
         return MicroBatch(
             tokens=tokens._replace(nominal=0) if filler else tokens,
-            ref_log_probs_N=from_numpy(np.concatenate(table["ref_logprobs"].to_numpy())),
+            ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
             reward_B=from_numpy(table["reward"].to_numpy().copy()),
             advantage_B=from_numpy(self.advantage[chosen]),
             real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),

@@ -32,7 +32,7 @@ class Trajectory:
     prompt_ids: list[int]
     response: str
     response_ids: list[int]  # all ids after the prompt, a sampled end token included; never re-tokenised
-    ref_logprobs: list[float]  # log mu of each sampled id at temperature 1 over the full vocabulary
+    ref_logprobs: list[float]  # log mu of each id at temperature 1 over the full vocabulary; 0 where it was not sampled
     reward: float
     finished: bool  # an end token was sampled
     valid: bool | None = None
@@ -119,12 +119,12 @@ def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> Iterator[tuple
     yield prompt == 0, "prompt_ids is empty; a response needs a prompt of one token at least"
     yield response == 0, "the response is empty; drop the row or store its end token"
     sampled = table["sampled"].combine_chunks()
-    marked, some = pc.list_value_length(sampled).fill_null(0).to_numpy(), sampled.is_valid().to_numpy(False)
-    marks = sampled.flatten().fill_null(False).to_numpy(False)
-    chosen = np.bincount(pc.list_parent_indices(sampled), marks, len(table))
+    marks, rows = sampled.flatten(), pc.list_parent_indices(sampled)
+    known, true = (flags.to_numpy(False) for flags in (marks.is_valid(), marks.fill_null(False)))
+    marked, chosen = (np.bincount(rows, flags, len(table)) for flags in (known, true))
+    some = sampled.is_valid().to_numpy(False)
     yield some & ((marked != response) | (chosen == 0)), "sampled must mark each response token, at least one as true"
-    unscored = np.where(some, chosen, response) != scored
-    yield unscored, "response_ids and ref_logprobs differ in length; store log mu of each sampled token"
+    yield response != scored, "response_ids and ref_logprobs differ in length; store log mu of each token"
     for name, column in lists.items():
         low, high = (-LARGEST, 0) if name == "ref_logprobs" else (0, vocabulary - 1)
         values = column.flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
@@ -150,7 +150,9 @@ def add_log_probs(policy: Any, trajectories: list[Trajectory], microbatch_tokens
     sampled = [None if t.sampled is None else np.array(t.sampled) for t in trajectories]
     found = score(policy, prompts, responses, microbatch_tokens, sampled)
     for trajectory, log_probs in zip(trajectories, found, strict=True):
-        trajectory.ref_logprobs = log_probs.tolist()
+        scores = np.zeros(len(trajectory.response_ids), dtype=np.float32)
+        scores[slice(None) if trajectory.sampled is None else trajectory.sampled] = log_probs
+        trajectory.ref_logprobs = scores.tolist()
 
 
 def resolve_files(train: str | list[str], key: str = "data.train", rows: bool = False) -> list[str]:
