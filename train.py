@@ -98,7 +98,7 @@ class CLI(LightningCLI):
         files = [Path(path) for path in config.config or [] if path]  # None stands for YAML in place of a file
         overlays = [path.stem for path in files if path.parent.name == "loss"]
         arguments: Any = getattr(config.trainer.logger, "init_args", {})
-        if overlays and arguments.get("name") and "trainer.logger.init_args.name" not in str(sys.argv):
+        if overlays and arguments.get("name") and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv)):
             arguments.name = f"{arguments.name}-{overlays[-1]}"
 
     def _resume_newest(self, config: Any) -> None:

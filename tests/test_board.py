@@ -100,9 +100,10 @@ def test_a_run_with_a_loss_overlay_is_named_after_both(fit):
     short = ["--config", REINFORCE, "--config", "{data: {val: null, test: null}}", "--trainer.max_steps=1"]
     assert [path.name for path in fit(*short).iterdir()] == ["arithmetic-reinforce"]
     runs = fit(*short, "--trainer.logger.init_args.name=mine")  # but for a name of its own
+    fit(*short, "--trainer.logger.name=short")
     fit("--config", runs / "arithmetic-reinforce" / "version_0" / "config.yaml", "--ckpt_path=last")
     found = {str(path.relative_to(runs)) for path in runs.glob("*/*")}
-    assert found == {"arithmetic-reinforce/version_0", "mine/version_0"}
+    assert found == {"arithmetic-reinforce/version_0", "mine/version_0", "short/version_0"}
 
 
 def test_other_loggers_get_hyperparameters_and_figures(fit):

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import make_policy, make_trajectories, write
 from lightning.pytorch.trainer.states import TrainerFn
 
 from topr.datamodule import TrajectoryDataModule
 from topr.io import InputError
 from topr.losses import GRPO, PPO, TOPR, REDDrop
-from topr.sampling import Sampling
 from topr.tasks import Arithmetic
 
 
@@ -188,12 +187,6 @@ def test_shares_are_those_of_the_whole_data_set(files):
     )
 
 
-def test_problems_are_split_over_ranks(files):
-    path, sampling = str(ROOT / "data" / "arithmetic" / "val.jsonl"), Sampling(max_new_tokens=8)
-    parts = []
-    for rank in range(3):
-        data = module(files, TOPR(), rank=rank, ranks=3, val=path, sampling=sampling, val_samples=2)
-        parts += data.own_problems("val")
-    assert sorted(p.id for p in parts) == sorted(p.id for p in Arithmetic().problems(path))
+def test_a_missing_file_of_problems_is_named(files):
     with pytest.raises(InputError, match="data.val: .*nowhere.jsonl"):
         module(files, TOPR(), val="nowhere.jsonl")

@@ -125,6 +125,12 @@ def results(folder: Path) -> list[dict]:
     return json.loads((folder / "out" / "results.json").read_text())["iterations"]
 
 
+def test_results_of_a_loss_overlay_are_named_after_both(train, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["iterate", "--iterations=1", "--config=configs/loss/reinforce.yaml"])
+    iterate.main()
+    assert [path.name for path in Path("runs").iterdir()] == ["x-reinforce-iterated"]
+
+
 def test_every_stage_works_on_the_newest_policy(whole):
     policy = whole / "base"
     for i, row in enumerate(results(whole)):

@@ -26,7 +26,8 @@ import train
 from topr import callbacks, losses
 from topr.datamodule import TrajectoryDataModule
 from topr.module import PolicyModule
-from topr.policy import load_policy, policy_fingerprint
+from topr.policy import export_policy, load_policy, policy_fingerprint
+from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 
@@ -241,13 +242,22 @@ def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, comma
     assert {shape: casts.count[shape] for shape in shapes} == dict(shapes)
 
 
-def test_a_trial_run_writes_nothing(run, setting):
+def test_a_trial_run_does_everything_once_and_leaves_nothing(run, setting, monkeypatch):
     _, arguments = setting
-    before = set(run.folder.rglob("*"))
-    code, out, err = run(train.main, "fit", *arguments, "--trainer.fast_dev_run=true", "--data.samples=1000000")
-    assert code == 0, err
+    before, trial, exported = set(run.folder.rglob("*")), "--trainer.fast_dev_run=true", []
+    monkeypatch.setattr("topr.callbacks.evaluate.export_policy", lambda *_: exported.append(export_policy(*_)))
+    code, out, err = run(train.main, "fit", *arguments, trial, "--data.samples=1000000")
+    assert code == 0 and exported == [None], err
     assert "pass@2" in out  # of two problems, whatever data.samples is
+    code, out, err = run(train.main, "predict", *arguments, trial, "--data.out=sampled")
+    assert code == 0 and "6 trajectories: mean reward" in out, err
     assert set(run.folder.rglob("*")) == before
+
+
+def test_a_sampler_that_leaves_out_everything_is_named(run, setting, monkeypatch):
+    monkeypatch.setattr(LocalSampler, "sample", lambda self, policy, prompts, *_: [[] for _ in prompts])
+    code, _, err = run(train.main, "predict", *setting[1], "--data.out=sampled")
+    assert code == 2 and "the sampler left out every response" in err
 
 
 def test_validate_and_test_print_their_figures(run, setting):

@@ -163,7 +163,7 @@ def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, mon
     rows[0].reward, rows[1].reward = 1.0, -1.0  # whatever the random policy said
     write(run.folder / "train.parquet", policy, rows)
     more = [f"--data.val={problems}", f"--data.test={problems}", "--data.train=train.parquet"]
-    with pytest.warns(UserWarning, match="an epoch has 1 updates: lower data.batch_size, now 64"):
+    with pytest.warns(UserWarning, match="updates an epoch: only 1; lower data.batch_size, now 64"):
         code, out, err = run(train.main, "fit", *common, *more)
     assert code == 0, err
     name, evaluated = f"my_task.Parity={problems}", ["--policy", "runs/arithmetic/version_0/policy", "--samples", "2"]

@@ -202,15 +202,12 @@ def pack(
         places.append(np.r_[last - 1, start : end - 1][chosen])
         targets.append(response[chosen])
     return Tokens(
-        input_ids_L=from_numpy(np.concatenate(ids).astype(np.int64)),
-        position_ids_L=from_numpy(np.concatenate(positions)),
-        trajectories=tuple(trajectories),
-        predicting=tuple(predicting),
-        position_N=from_numpy(np.concatenate(places)),
-        target_N=from_numpy(np.concatenate(targets).astype(np.int64)),
+        input_ids_L=from_numpy(np.concatenate(ids).astype(np.int64)), trajectories=tuple(trajectories),
+        position_ids_L=from_numpy(np.concatenate(positions)), predicting=tuple(predicting),
+        position_N=from_numpy(np.concatenate(places)), target_N=from_numpy(np.concatenate(targets).astype(np.int64)),
         length_B=tensor(list(map(len, targets))),
         nominal=sum(map(len, prompts)) + sum(map(len, responses)),
-    )
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -251,13 +248,10 @@ class MicroBatches(Dataset):
         return MicroBatch(
             tokens=tokens._replace(nominal=0) if filler else tokens,
             ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
-            reward_B=from_numpy(table["reward"].to_numpy().copy()),
-            advantage_B=from_numpy(self.advantage[chosen]),
-            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)),
-            divisor=tensor(len(batch) / self.unit),
-            microbatches=self.count,
-            trajectory_B=from_numpy(chosen),
-        )
+            reward_B=from_numpy(table["reward"].to_numpy().copy()), advantage_B=from_numpy(self.advantage[chosen]),
+            real_B=tensor([0.0 if filler else 1.0]).expand(len(chosen)), divisor=tensor(len(batch) / self.unit),
+            microbatches=self.count, trajectory_B=from_numpy(chosen),
+        )  # fmt: skip
 
 
 class TrainLoader:

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,8 @@ class TrajectoryDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
-        command = self.trainer.state.fn.value
+        command, trial = self.trainer.state.fn.value, self.trainer.fast_dev_run
+        self.trial = TemporaryDirectory(prefix=".trial-", dir=self.trainer.default_root_dir) if trial else None
         self.__dict__.pop("sampling_job", None)
         for name in ("advantage", "plan", "microbatches", "read_problems"):  # anew for each command
             # a cache of the class would keep the trainer, and with it the weights, after this object has gone
@@ -104,10 +106,18 @@ class TrajectoryDataModule(LightningDataModule):
             if command == "predict":
                 check_folder("data.out:", str(self.out))
                 if self.trainer.is_global_zero:
-                    lock(str(self.out))
-                self.sampling_job.missing_parts(Path(str(self.out)))
+                    lock(self.output_folder(self.out))
+                self.sampling_job.missing_parts(self.output_folder(self.out))
             if stage == "fit":
                 self._prepare_training()
+
+    def teardown(self, stage: str) -> None:
+        if self.trial is not None:
+            self.trial.cleanup()
+
+    def output_folder(self, folder: Any) -> Path:
+        """The folder to write to; in a trial run (fast_dev_run) a temporary one in its place."""
+        return Path(self.trial.name if self.trial else folder)
 
     def _prepare_training(self) -> None:
         """Derive lengths, groups and advantages of the whole data set, and plan the first epoch."""
@@ -124,7 +134,7 @@ class TrajectoryDataModule(LightningDataModule):
         about = {"mean_reward": self.reward.mean(), **self.shares(), "updates_an_epoch": len(self.plan(0))}
         about["groups_without_gradient"] = silent_groups(self.advantage(0), self.group)
         if len(self.plan(0)) < 10:
-            rank_zero_warn(f"an epoch has {len(self.plan(0))} updates: lower data.batch_size, now {self.batch_size}")
+            rank_zero_warn(f"updates an epoch: only {len(self.plan(0))}; lower data.batch_size, now {self.batch_size}")
         figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items())
         rank_zero_info(f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}")
 
@@ -205,16 +215,10 @@ class TrajectoryDataModule(LightningDataModule):
         """The micro-batches of the trainer's current epoch."""
         epoch = self.trainer.current_epoch
         batches = MicroBatches(
-            rows=self.rows,
-            sizes=self.sizes,
-            advantage=self.advantage(epoch),
-            plan=self.plan(epoch),
-            count=self.microbatches(epoch),
-            unit=self.unit,
-            padded=self.padded,
-            rank=self.trainer.global_rank,
-            ranks=self.trainer.world_size,
-        )
+            rows=self.rows, sizes=self.sizes, advantage=self.advantage(epoch), plan=self.plan(epoch),
+            count=self.microbatches(epoch), unit=self.unit, padded=self.padded,
+            rank=self.trainer.global_rank, ranks=self.trainer.world_size,
+        )  # fmt: skip
         return TrainLoader(batches, epoch, self.num_workers)
 
     def read_problems(self, split: str) -> list[Problem]:
@@ -225,10 +229,6 @@ class TrajectoryDataModule(LightningDataModule):
             return self.task.problems(path)[:few] if path is not None else []
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
-
-    def own_problems(self, split: str) -> list[Problem]:
-        """This rank's problems of `val` or `test`; perhaps none, but every rank takes part in sampling."""
-        return self.read_problems(split)[self.trainer.global_rank :: self.trainer.world_size]
 
     def val_dataloader(self) -> ProblemBatches:
         """One batch without content: `topr.callbacks.Evaluate` samples the problems of this rank."""
@@ -244,7 +244,7 @@ class TrajectoryDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> ProblemBatches:
         """The files that this rank writes and their problems; no rank has fewer: sharded policies need each other."""
-        missing = self.sampling_job.missing_parts(Path(str(self.out))) if self.trainer.is_global_zero else []
+        missing = self.sampling_job.missing_parts(self.output_folder(self.out)) if self.trainer.is_global_zero else []
         missing = self.trainer.strategy.broadcast(missing)
         ranks = self.trainer.world_size
         missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)

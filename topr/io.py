@@ -89,8 +89,8 @@ def printable(text: str, limit: int, kept: str = "") -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, with the second where the first is a heading, or that of the `InputError`
-    or missing package that the library has wrapped."""
+    """The first line of an error's message, and the second if the first ends in a colon. If a library has wrapped an
+    `InputError`, or the error of a missing package, that of the wrapped one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (InputError, ModuleNotFoundError)):
         cause = cause.__cause__ or cause.__context__

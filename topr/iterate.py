@@ -116,7 +116,8 @@ def iterate(
         if selection["budget"] > pool:
             raise InputError(f"--budget {selection['budget']} is more than the {pool} responses sampled; raise --pool")
     curation = Curation(curate, **selection)
-    out = out or Path(logger["save_dir"], f"{logger['name']}-iterated")
+    overlays = [path.stem for path in map(Path, rest) if path.parent.name == "loss"]  # as train.py names its runs
+    out = out or Path(logger["save_dir"], "-".join(filter(None, [logger["name"], *overlays[-1:], "iterated"])))
     check_folder("--out", out)
     lock(out)
     own = {"--iterations": iterations, "--seed": seed, "--curate": curate, "--pool": pool}
@@ -136,8 +137,6 @@ def iterate(
         partial = folder.with_name(f"{folder.name}.partial")
         given = {"model.policy": policy, "seed_everything": seed, "data.out": partial}
         train("predict", rest, given | {"data.problems": problems, "data.samples": samples})
-        if not partial.exists():
-            raise InputError(f"the sampler left out every response to {problems}; look at its warnings")
         partial.rename(folder)
 
     updates, tests, rows = 0, [], []

@@ -52,7 +52,7 @@ class PolicyModule(LightningModule):
         compile: compile the parts of decoder layers for training with `torch.compile`: half a minute at first, then
             less time. `selective` checkpointing then recomputes their matrix products, too.
         threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
-        lr_scheduler: any torch scheduler or `topr.optim.Schedule`, stepped after each update; None keeps the rate.
+        lr_scheduler: a torch scheduler that needs no metric, or `topr.optim.Schedule`, stepped after each update.
     """
 
     policy: Policy  # from configure_model on

@@ -20,7 +20,7 @@ from topr.callbacks.monitor import Monitor
 from topr.distributed import Preempted, Progress, gather, stop_requested
 from topr.evaluation import BENCHMARKS, PerProblem, derived_seed, explain_out_of_memory, sample_and_grade, summarise
 from topr.evaluation.report import table
-from topr.io import write_text
+from topr.io import InputError, write_text
 from topr.policy import export_policy
 from topr.policy.model import merge_adapter
 from topr.policy.sharding import full_state_dict, full_weights
@@ -70,16 +70,17 @@ class Evaluate(Callback):
 
     def measure(self, trainer: Any, split: str) -> dict[str, dict[str, Any]]:
         """Metrics over all ranks' problems, means with intervals. Raises Preempted if a rank was asked to stop."""
-        data, module, problems = trainer.datamodule, trainer.lightning_module, trainer.datamodule.own_problems(split)
+        data, module, ranks = trainer.datamodule, trainer.lightning_module, trainer.world_size
         # a server does not hold the weights that are being trained
         sampler = LocalSampler() if isinstance(module.sampler, ServerSampler) else module.sampler
         samples = 2 if trainer.fast_dev_run else data.val_samples if split == "val" else data.samples
+        count = len(data.read_problems(split))
+        numbers = range(trainer.global_rank, count, ranks)
+        problems = [data.read_problems(split)[i] for i in numbers]  # perhaps none, but every rank takes part
         settings = {"n": samples, "sampling": data.sampling, "seed": derived_seed(data.seed, trainer.global_step)}
-        ranks, count = trainer.world_size, len(data.read_problems(split))
-        settings["numbers"] = range(trainer.global_rank, count, ranks)
         progress = Progress({"val": "validation"}.get(split, split), samples * len(problems))
         with sampling_context(trainer, sampler, samples, problems), progress as sampler.progress:
-            trajectories = sample_and_grade(sampler, module.policy, module.task, problems, **settings)
+            trajectories = sample_and_grade(sampler, module.policy, module.task, problems, **settings, numbers=numbers)
         if any(gather(stop_requested.is_set())):
             raise Preempted
         self._show(trainer, split, trajectories)
@@ -110,12 +111,17 @@ class Evaluate(Callback):
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
         module.sampler.progress.close()
-        folder = Path(trainer.datamodule.out)
+        folder = trainer.datamodule.output_folder(trainer.datamodule.out)
         gather(None)  # until every rank has written its files
-        rows = pq.read_table(sorted(folder.glob("*.parquet")), columns=["reward", "valid", "finished"]).to_pandas()
+        if not trainer.is_global_zero:
+            return
+        files = sorted(folder.glob("*.parquet"))
+        if not files:
+            raise InputError("the sampler left out every response to data.problems; look at its warnings")
+        rows = pq.read_table(files, columns=["reward", "valid", "finished"]).to_pandas()
         invalid, truncated = (rows["valid"] == False).mean(), (~rows["finished"]).mean()  # noqa: E712
         shares = f"mean reward {rows['reward'].mean():.3g}, {invalid:.1%} invalid, {truncated:.1%} truncated"
-        module.print(f"{len(rows)} trajectories are under {folder}: {shares}.")
+        module.print(f"{len(rows)} trajectories{'' if trainer.fast_dev_run else f' are under {folder}'}: {shares}.")
         if invalid == 1:
             rank_zero_warn("every response is invalid: check the prompt, data.sampling and the task's grade")
 
@@ -157,28 +163,29 @@ class ExportPolicy(Callback):
         summary |= {"steps": trainer.global_step, "trajectories": len(data.reward)}
         tokens, seconds = monitor.clock.tolist()
         summary |= {"tokens_per_s": trainer.world_size * tokens / max(seconds, 1e-9), **data.shares()}
-        if not trainer.fast_dev_run:
-            folder = Path(trainer.log_dir)
-            weights = full_state_dict(module.policy)
-            if trainer.is_global_zero:
-                if module.lora is None:
-                    export_policy(module.policy, folder / "policy", weights)
-                else:
-                    export_policy(module.policy, folder / "adapter", weights)
-                    export_policy(merge_adapter(module.policy.name, folder / "adapter"), folder / "policy")
-                write_text(folder / "policy" / "README.md", model_card(module, data, summary, measured, folder))
-                write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            module.print(f"Policy and summary.json are in {folder}. Next:")
-            module.print(f"  tensorboard --logdir {quote(str(folder.parent))}")
-            kind, settings = type(module.task), vars(module.task)
-            names = [n for n, (task, *_) in BENCHMARKS.items() if type(task) is kind and vars(task) == settings]
-            names += [] if settings else [f"{kind.__module__}.{kind.__name__}"]  # which evaluate.py imports
-            if names and data.test:
-                options = [folder / "policy", "--benchmark", f"{names[0]}={data.test}", "--samples", data.samples]
-                for name, value in vars(data.sampling).items():
-                    if value != getattr(module.task.sampling, name):  # which evaluate.py takes
-                        options += [f"--{name}", *(value if isinstance(value, list) else [value])]
-                module.print(f"  python evaluate.py --policy {join(map(str, options))}")
+        folder = data.output_folder(trainer.log_dir)
+        weights = full_state_dict(module.policy)
+        if trainer.is_global_zero:
+            if module.lora is None:
+                export_policy(module.policy, folder / "policy", weights)
+            else:
+                export_policy(module.policy, folder / "adapter", weights)
+                export_policy(merge_adapter(module.policy.name, folder / "adapter"), folder / "policy")
+            write_text(folder / "policy" / "README.md", model_card(module, data, summary, measured, folder))
+            write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if trainer.fast_dev_run:
+            return
+        module.print(f"Policy and summary.json are in {folder}. Next:")
+        module.print(f"  tensorboard --logdir {quote(str(folder.parent))}")
+        kind, settings = type(module.task), vars(module.task)
+        names = [n for n, (task, *_) in BENCHMARKS.items() if type(task) is kind and vars(task) == settings]
+        names += [] if settings else [f"{kind.__module__}.{kind.__name__}"]  # which evaluate.py imports
+        if names and data.test:
+            options = [folder / "policy", "--benchmark", f"{names[0]}={data.test}", "--samples", data.samples]
+            for name, value in vars(data.sampling).items():
+                if value != getattr(module.task.sampling, name):  # which evaluate.py takes
+                    options += [f"--{name}", *(value if isinstance(value, list) else [value])]
+            module.print(f"  python evaluate.py --policy {join(map(str, options))}")
 
 
 def model_card(module: Any, data: Any, summary: dict[str, Any], measured: dict[str, Any], folder: Path) -> str:

@@ -61,7 +61,7 @@ class Monitor(Callback):
             return
         peak, device = max(found["fit"], found["sample"]), trainer.strategy.root_device
         parts = ", ".join(f"{name} {found[name]:.2g}" for name in ("weights", "gradients", "optimizer", "activations"))
-        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}) beside the rows of sampling")
+        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}), without the rows of sampling")
         if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
             remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
             rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")

@@ -36,8 +36,8 @@ class Loss(ABC):
 
     @abstractmethod
     def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
-        """Advantages of the whole data set, which is stored in float32, from rewards and group numbers, [trajectories].
-        A loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
+        """Advantages from rewards and group numbers, all [trajectories] of the whole data set; stored in float32. A
+        loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
 
     @abstractmethod
     def __call__(

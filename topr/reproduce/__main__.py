@@ -91,13 +91,10 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
         lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
         lines += [f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip() for title in ("measured", "differences")]
-        rates = ", ".join(f"{name} {rate_of(gains)}" for name, gains in claim["tuning"].items())
-        lines.append(f"\nLearning rates, chosen on other seeds: {rates}.")
+        rates = {name: (best(gains), (min(gains), max(gains))) for name, gains in claim["tuning"].items()}
+        found = [f"{name} {rate:g}" + " (an end of the grid)" * (rate in ends) for name, (rate, ends) in rates.items()]
+        lines.append(f"\nLearning rates, chosen on other seeds: {', '.join(found)}.")
     return "\n".join(lines) + "\n"
-
-
-def rate_of(gains: dict[float, list[float]]) -> str:
-    return f"{best(gains):g}" + " (an end of the grid)" * (best(gains) in (min(gains), max(gains)))
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class LocalSampler(Sampler):
     """Samples in this process. A requested stop returns the responses so far, unfinished ones included.
 
     Args:
-        rows: responses decoded side by side; by default 512, on a GPU as many of them as fit into its free memory.
+        rows: responses decoded side by side; by default 512, or fewer that fit into a GPU's memory (Mamba: always 512).
     """
 
     def __init__(self, rows: PositiveInt | None = None):

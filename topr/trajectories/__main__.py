@@ -44,14 +44,13 @@ def report(files: list[str]) -> str:
 
 
 def _numbers(table: pa.Table, unknown_tokens: list[int]) -> Any:
-    names = {"prompt_tokens": "prompt_ids", "response_tokens": "response_ids"}
-    lengths = {name: pc.list_value_length(table[column]).to_numpy() for name, column in names.items()}
+    prompt, response = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
     rows = table.select(["prompt_id", "group", "reward", "finished", "valid"]).to_pandas()
     columns = (table[name].to_numpy() for name in ("ref_logprobs", "sampled"))
     scores = [log_probs[slice(None) if marks is None else marks] for log_probs, marks in zip(*columns, strict=True)]
-    own = {"sampled_tokens": list(map(len, scores)), "log_mu": [log_probs.sum() for log_probs in scores]}
+    found = {"sampled_tokens": list(map(len, scores)), "log_mu": [log_probs.sum() for log_probs in scores]}
     unknown = table["response_ids"].to_pandas().map(lambda ids: np.isin(ids, unknown_tokens).sum())
-    return rows.assign(**lengths, **own, unknown=unknown)
+    return rows.assign(prompt_tokens=prompt, response_tokens=response, **found, unknown=unknown)
 
 
 def samples(files: list[str], count: int) -> Iterator[str]:
