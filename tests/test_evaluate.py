@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, make_policy, rejected
+from matplotlib.figure import Figure
 
 import evaluate
 from topr.evaluation import per_problem, pipeline, report, summarise
@@ -218,6 +219,17 @@ def test_the_figure_has_a_panel_for_each_share(tmp_path):
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("one.png", "two.png")]
     assert widths == [150 * 7.4, 150 * 4.1]
+
+
+def test_every_panel_shows_all_of_its_intervals(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
+    summaries = [{"mean": mean, "interval": [mean - 0.1, mean + 0.1]} for mean in (0.2, 0.8, 0.5)]
+    row = dict(zip(("pass@1", "maj", "invalid"), summaries, strict=True))
+    draw(tmp_path / "a.png", {"p": {"1": row, "2": row}}, "rate")
+    for panel, summary in zip(figures[0].axes, summaries, strict=True):
+        low, high = panel.get_ylim()
+        assert low <= 100 * summary["interval"][0] and high >= 100 * summary["interval"][1]
 
 
 @pytest.mark.slow

@@ -74,12 +74,12 @@ def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
                     form = "os^DvP*X"[i % 8] + "-" * bool(axis)
                     panel.errorbar(list(points), mean, ends, fmt=form, capsize=3, lw=1, label=series)
             if listed:
-                panel.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.5), xlabel=shown)
+                panel.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.5))
             else:
-                panel.set(xticks=range(len(places)), xticklabels=places, ylim=(0, None), xlabel=axis)
-            panel.set_title(metric)
+                panel.set_xticks(range(len(places)), places, rotation=45 * (len(places) > 6))
+            panel.set(title=metric, xlabel=shown if listed else axis)
         if not listed:
-            panels[0].set_ylabel(shown)
+            panels[0].set(ylabel=shown, ylim=(0, None))  # at last, since it ends the scaling of all panels
             handles = panels[0].get_legend_handles_labels()
             figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     with atomic(path) as temporary:
