@@ -1,7 +1,13 @@
 """The estimate of memory, against the bytes that torch allocates in training."""
 
+import gc
+
 import memory
 import pytest
+import torch
+
+from topr.policy import load_policy
+from topr.policy.memory import kept_for_backward
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,3 +32,12 @@ def test_shards_and_a_second_device_take_what_they_should(tmp_path):
     assert alone["weights"] == alone["gradients"] == 4 * (layers + root)
     assert sharded["weights"] == 4 * (layers + root) / 8 + 4 * root + 2 * layers * 2 / 16
     assert sharded["predict"] == 4 * (layers + root) / 8 + 4 * root + 2 * layers + 2 * 128256 * 2048
+
+
+def test_an_estimate_leaves_no_tensor_behind(policy):
+    loaded, counts = load_policy(str(policy)), []
+    for _ in range(3):
+        kept_for_backward(loaded, False)
+        gc.collect()
+        counts.append(sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects()))
+    assert counts[1] == counts[2]  # the first call fills caches

@@ -105,17 +105,17 @@ def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
     weights = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
 
     def kept(count: int) -> int:
-        saved: list[Tensor] = []
+        saved: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+            return tensor.detach()  # with the tensor itself the graph would hold itself, and never be freed
 
         tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(policy.device)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             policy(tokens, lambda hidden_ND, head: hidden_ND)
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
-        return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
+        return sum(size for key, size in saved.items() if key not in weights)
 
     training = policy.training
     policy.eval()

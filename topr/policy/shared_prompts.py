@@ -142,7 +142,7 @@ def _attend_on_gpu(tensors: list[Tensor], spans: tuple[Span, ...], scaling: floa
 
     def pack(tensor: Tensor) -> Tensor | int:
         storage = tensor.untyped_storage()._cdata
-        return copied.index(storage) if storage in copied and tensor.shape == shape else tensor
+        return copied.index(storage) if storage in copied and tensor.shape == shape else tensor.detach()
 
     def unpack(saved: Tensor | int) -> Tensor:
         return originals[saved].detach().index_select(0, rows) if isinstance(saved, int) else saved
