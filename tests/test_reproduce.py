@@ -266,6 +266,7 @@ def test_claim_7_compares_chains_iteration_by_iteration():
     assert list(claim.parts.values()) == [True, True, True, False, False]
     gap = claim.differences["Anna Karenina at iteration 4 minus uniform at iteration 4"]["pass@1"]["mean"]
     assert gap == pytest.approx(-0.2) and claim.updates["uniform"] == [4, 8, 12]
+    assert all(" at iteration " in label for label in claim.figure)
     assert claim.measured["positives, uniform"]["iteration 4"]["mean"] == pytest.approx(0.3)
 
 
@@ -567,14 +568,15 @@ def rows_of(report: dict) -> list[dict]:
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_shipped_reports_agree_with_their_values(regime):
     """Each interval, computed again from the values of the seeds, is the shipped one to .01 per cent."""
-    report = json.loads((CLAIMS / regime / "claims.json").read_text())
-    text = (CLAIMS / regime / "claims.md").read_text()
+    report, text = report_of(regime), (CLAIMS / regime / "claims.md").read_text()
     assert [claim["claim"] for claim in report["claims"]] == SETTINGS[regime]["claims"]
+    assert report.get("setting", SETTINGS[regime]) == SETTINGS[regime] and "dirty" not in report["commit"]
     for summary in (value for row in rows_of(report) for value in row.values() if is_summary(value)):
         again = over_seeds(summary["values"])
         assert again["interval"] == pytest.approx(summary["interval"], abs=1.01e-4) and cell(summary) in text
         assert again["mean"] == pytest.approx(summary["mean"], abs=1.1e-5)
     for claim in report["claims"]:
+        assert len(claim["seeds"]) >= {"standard": 10, "strong": 3}[regime]
         answers = {"yes": True, "no": False, "undecided": None}
         assert verdict({part: answers[answer] for part, answer in claim["parts"].items()}) == claim["holds"]
         measure = command.CLAIMS[claim["claim"] - 1]
@@ -582,24 +584,85 @@ def test_the_shipped_reports_agree_with_their_values(regime):
         assert (CLAIMS / regime / f"claim_{claim['claim']}.png").stat().st_size > 5000
 
 
-def test_the_page_on_the_claims_agrees_with_the_shipped_reports():
+def plain(text: str) -> str:
+    """Numbers as Python writes them, and no markup."""
+    return re.sub(r"[`*+]", "", text.replace("−", "-")).strip()
+
+
+def numbers_of(claim: dict) -> set[str]:
+    """What a sentence on a claim may quote: means, ends of intervals, learning rates, and what labels hold."""
+    rows = [*claim["measured"].values(), *claim["differences"].values()]
+    labels = " ".join([claim["statement"], claim["paper"], *claim["measured"], *claim["parts"]])
+    found = re.findall(r"\d+\.\d+", labels)
+    for value in (value for row in rows for value in row.values() if is_summary(value)):
+        found += [f"{abs(100 * number):.1f}" for number in (value["mean"], *value["interval"])]
+        negated = {"mean": -value["mean"], "interval": [-end for end in reversed(value["interval"])]}
+        found += [cell(value), cell(negated)]
+    for rate, gains in (item for grid in claim.get("tuning", {}).values() for item in grid.items()):
+        found += [f"{float(rate):g}", *(f"{abs(100 * gain):.1f}" for gain in gains)]
+    return set(found)
+
+
+def check_tables(text: str, claims: dict[str, dict]) -> int:
+    """Compare tables whose first cell names a setting, cell by cell; the number of figures in them."""
+    checked = 0
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        (regime, *metrics), _, *rows = ([plain(part) for part in line.split("|")[1:-1]] for line in table.splitlines())
+        for label, *cells in rows if regime in claims else ():
+            row = (claims[regime]["measured"] | claims[regime]["differences"])[label]
+            expected = [cell(row.get(metric.removesuffix("@16"), "")) for metric in metrics]
+            assert cells == expected, (label, cells)
+            checked += len(cells)
+    return checked
+
+
+def check_sentences(text: str, claims: list[dict]) -> None:
+    allowed = set().union(*map(numbers_of, claims))
+    sentences = plain(re.sub(r"^\|.*\n|`[^`]*`|\]\([^)]*\)|arXiv:[\d.]+", "", text, flags=re.MULTILINE))
+    quoted = re.findall(r"-?\d+\.\d%? \[[^\]]*\]|\d+\.\d+|\de-\d+", sentences)
+    unknown = [number for number in quoted if number.replace("%", "") not in allowed]
+    assert not unknown, unknown
+
+
+def test_every_number_on_the_page_of_claims_is_measured():
+    """The tables cell by cell; in the sentences on a claim whatever has a decimal point or is a learning rate."""
     page = (CLAIMS / "README.md").read_text()
     for link in re.findall(r"\]\((?!http)([^)]*)\)", page):
         assert (CLAIMS / link).exists(), link
-    first = page[page.index("| claim |") :].split("\n\n")[0].splitlines()[2:]
-    for column, regime in ((3, "standard"), (4, "strong")):
-        holds = {str(claim["claim"]): claim["holds"] for claim in report_of(regime)["claims"]}
-        for row in first:
-            cells = row.split("|")
-            number = cells[1].strip().split(".")[0]
-            assert cells[column].strip().startswith(f"**{holds[number]}**" if number in holds else "not measured")
-    printed = set().union(*(map(cell, row.values()) for name in REGIMES for row in rows_of(report_of(name))))
-    found = set(re.findall(r"[−+]?\d+\.\d%? \[[^\]]*\]", page[: page.index("## What decides")]))
-    known = {re.sub("[−+%-]", "", text) for text in printed}
-    missing = {text for text in found if re.sub("[−+%-]", "", text) not in known}
-    swapped = {"{} [{}, {}]".format(*re.findall(r"\d+\.\d", text)[:1], *re.findall(r"\d+\.\d", text)[:0:-1])
-               for text in missing}  # fmt: skip
-    assert swapped - known <= {"4.7 [9.8, 0.5]", "14.4 [21.3, 7.6]"}, missing  # of commit 2eff5a7
+    reports = {name: {claim["claim"]: claim for claim in report_of(name)["claims"]} for name in REGIMES}
+    _, head, *sections = re.split(r"^\| claim \||^## ", page, flags=re.MULTILINE)
+    for row in head.splitlines()[2:10]:
+        text, _, *verdicts = (part.strip() for part in row.split("|")[1:-1])
+        number = int(text.split(".")[0])
+        for claims_of, said in zip(reports.values(), verdicts, strict=True):
+            found = claims_of.get(number)
+            assert said.startswith(f"**{found['holds']}**" if found else "not measured"), (number, said)
+            check_sentences(said, [found] if found else [])
+    (how,) = (section for section in sections if section.startswith("How it was measured"))
+    for report in map(report_of, REGIMES):
+        for key in ("command", "commit", "hardware", "cpu_minutes"):
+            assert str(report[key]) in how, report[key]
+    checked = 0
+    for section in sections[2:]:  # of a claim; the last one is on all claims in the strong setting
+        number = int(section[0]) if section[0].isdigit() else None
+        claims_of = {name: found[number] for name, found in reports.items() if number in found}
+        checked += check_tables(section, claims_of)
+        check_sentences(section, list((claims_of or reports["strong"]).values()))
+        for paragraph in section.split("\n\n"):
+            assert paragraph.startswith("|") or paragraph.count("\n") < 5, paragraph
+    assert checked > 70
+
+
+def test_the_readme_quotes_what_is_shipped():
+    readme, report = (ROOT / "README.md").read_text(), report_of("standard")
+    results = re.search(r"^## Results\n.*?^## ", readme, re.DOTALL | re.MULTILINE)[0]
+    rows = report["claims"][2]["measured"] | report["claims"][0]["measured"]
+    assert check_tables(results, {"standard": {"measured": rows, "differences": {}}}) > 10
+    check_sentences(
+        re.search(r"^\*\*Which to choose.*?\n\n", readme, re.DOTALL | re.MULTILINE)[0], report["claims"][2:3]
+    )
+    for key in ("command", "commit", "hardware"):
+        assert report[key] in results
 
 
 def report_of(regime: str) -> dict:

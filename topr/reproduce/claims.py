@@ -184,7 +184,7 @@ def iterations(study: Study) -> Claim:
         shares = pd.DataFrame([chain["shares"] for chain in found[name]], columns=[f"iteration {i}" for i in steps])
         measured[f"positives, {name}"] = row(shares)
     updates = {name: [sum(chain["updates"]) for chain in found[name]] for name in chains}
-    return Claim(measured, changes, parts, grid, updates=updates)
+    return Claim(measured, changes, parts, grid, rows(ends), updates)
 
 
 def verifier(study: Study) -> Claim:
