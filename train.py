@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import warnings
 from contextlib import suppress
@@ -90,7 +91,7 @@ class CLI(LightningCLI):
             self._resume_newest(config)
         elif config.get("ckpt_path") and updates(Path(config.ckpt_path)) is None:
             raise InputError(f"--ckpt_path: {config.ckpt_path} is incomplete or not a checkpoint; name another")
-        if self.subcommand == "predict":  # its files go to data.out, and the run's folder would stay empty
+        if self.subcommand != "fit":  # a run's folder would stay empty
             config.trainer.logger, self.save_config_callback = False, None
 
     def _name_after_loss(self, config: Any) -> None:
@@ -242,4 +243,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))  # Ctrl-C, too, can be resumed
     main()

@@ -215,12 +215,16 @@ class Sum(TOPR):
     """A loss that a user has got wrong."""
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B):
-        return LossOutput(log_probs_N.sum(), *[log_probs_N] * 4) if self.baseline else log_probs_N.sum()
+        outputs = {0: log_probs_N.sum(), 0.5: LossOutput(log_probs_N.sum(), *[log_probs_N] * 4)}
+        return outputs.get(self.baseline, LossOutput(*[advantage_B] * 5))
 
 
-@pytest.mark.parametrize(("baseline", "found"), [(0, "gave Tensor"), (0.5, r"gave loss_B \[\], objective_B \[4\]")])
+@pytest.mark.parametrize(
+    ("baseline", "found"),
+    [(0, "gave Tensor"), (0.5, r"gave loss_B \[\], objective_B \[4\]"), (1, "gave a loss_B without")],
+)
 def test_a_loss_that_returns_something_else_is_refused(baseline, found):
-    with pytest.raises(InputError, match=f"Sum must return a LossOutput .* but {found}"):
+    with pytest.raises(InputError, match=f"Sum must return LossOutput\\(loss_B, .* but {found}"):
         PolicyModule("nowhere", Arithmetic(), Sum(baseline=baseline), torch.optim.SGD)
 
 

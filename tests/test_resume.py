@@ -178,7 +178,7 @@ def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
         at = {"before": 2, "validation": 4, "after": 6}[moment]
         monkeypatch.setattr(LocalSampler, "sample", lambda *arguments: (interrupt(at), sample(*arguments))[1])
     code, output, folder = fit("ended")
-    assert code == 143 and "ended by SIGTERM" in output and "Traceback" not in output
+    assert code == 143 and "ended by a signal" in output and "Traceback" not in output
     assert not (folder / "summary.json").exists()
     assert (folder / "checkpoints" / "preempted.ckpt").is_file() == (moment in ("update", "validation"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

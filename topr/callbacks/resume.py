@@ -148,6 +148,6 @@ class ExactResume(Callback):
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
                 trainer.save_checkpoint(trainer.strategy.broadcast(temporary), weights_only=False)
         if trainer.is_global_zero:
-            print(f"ended by SIGTERM after update {trainer.global_step}; --ckpt_path last resumes there")
+            print(f"ended by a signal after update {trainer.global_step}; --ckpt_path last goes on from there")
         else:
             error.code = 0  # else a launcher would kill rank 0, which may still be writing

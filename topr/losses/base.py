@@ -48,14 +48,16 @@ class Loss(ABC):
 
 def check_output(loss: Loss) -> None:
     """Raise an InputError unless a loss returns what it should for two trajectories, a positive and a negative."""
-    output = loss(torch.zeros(4), torch.zeros(4), torch.tensor([2, 2]), torch.tensor([1.0, -1.0]))
+    log_probs_N = torch.zeros(4, requires_grad=True)
+    output = loss(log_probs_N, torch.zeros(4), torch.tensor([2, 2]), torch.tensor([1.0, -1.0]))
     found = type(output).__name__
     if isinstance(output, LossOutput):
         sizes = {name: tuple(getattr(value, "shape", ("?",))) for name, value in output._asdict().items()}
         found = ", ".join(f"{name} {list(size)}" for name, size in sizes.items() if size != (2,))
+        found = found or "a loss_B without a gradient" * (not output.loss_B.requires_grad)
     if found:
-        expected = f"a LossOutput of five tensors with one value per trajectory, here [2], but gave {found}"
-        raise InputError(f"model.loss: {type(loss).__name__} must return {expected}; see topr/losses/base.py")
+        expected = f"LossOutput({', '.join(LossOutput._fields)}), tensors of one value per trajectory, here [2]"
+        raise InputError(f"model.loss: {type(loss).__name__} must return {expected}, but gave {found}")
 
 
 def sum_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:

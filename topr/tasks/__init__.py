@@ -1,5 +1,4 @@
-"""Tasks: problems, prompts and graders.
-Not here: sampling, files of trajectories."""
+"""Tasks: problems, prompts and graders. Not here: sampling, files of trajectories."""
 
 from topr.tasks.arithmetic import Arithmetic, ArithmeticVerifier
 from topr.tasks.gsm8k import GSM8K
