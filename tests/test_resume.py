@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -243,6 +244,20 @@ def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypat
     code, output, folder = fit("killed", *schedule)
     assert code == 0 and "step=4.ckpt" in output, output
     assert_same(folder, whole)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_fit_that_can_be_resumed(tmp_path):
+    checkpoints = tmp_path / "arithmetic" / "version_0" / "checkpoints"
+    options = [f"--trainer.logger.init_args.save_dir={tmp_path}", "--trainer.callbacks.init_args.every_n_train_steps=2"]
+    with (tmp_path / "log.txt").open("w") as log:
+        start = [sys.executable, "train.py", "fit", "--config=configs/arithmetic.yaml", *options]
+        fit = subprocess.Popen(start, cwd=ROOT, stdout=log, stderr=log)
+        while fit.poll() is None and not list(checkpoints.glob("*.ckpt")):
+            time.sleep(0.01)
+        fit.send_signal(signal.SIGINT)
+        assert fit.wait(60) == 143, (tmp_path / "log.txt").read_text()
+    assert (checkpoints / "preempted.ckpt").is_file()
 
 
 def test_sigterm_ends_a_prediction_at_once(run, fit, monkeypatch):
