@@ -59,8 +59,8 @@ def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
     found = [item for group in rows.values() for row in group.values() for item in row.items()]
     metrics = list(dict.fromkeys(name for name, value in found if is_summary(value) and name != "length"))
     listed, shown = len(places) == 1, "per cent, 95% interval"
-    with style.context("petroff10"):  # colours that colour-blind readers can tell apart
-        size = (2.2 + 1.9 * len(metrics), 1 + 0.25 * len(rows)) if listed else (1 + 3.2 * len(metrics), 4)
+    with style.context(["petroff10", {"axes.grid": True, "grid.alpha": 0.3}]):  # safe for colour-blind readers
+        size = (2.2 + 1.7 * len(metrics), 1 + 0.25 * len(rows)) if listed else (1 + 3.2 * len(metrics), 4)
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
         for panel, metric in zip(panels, metrics, strict=True):
