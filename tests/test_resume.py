@@ -230,7 +230,7 @@ IMPORTS = os.environ | {"PYTHONPATH": str(ROOT)}
 
 def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypatch):
     schedule = ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
-    schedule += ["--model.lr_scheduler.warmup_steps=2", "--model.lr_scheduler.total_steps=6"]
+    schedule += ["--model.lr_scheduler.num_warmup_steps=2", "--model.lr_scheduler.num_training_steps=6"]
     whole = fit.whole(*schedule)
     rates = [value for _, value in curves(whole)["train/lr"]]
     assert rates == pytest.approx([3e-4 * share for share in (0, 0.5, 1, 0.75, 0.5, 0.25)])

@@ -66,20 +66,20 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
 
     Args:
         name: `linear`, `cosine`, `constant_with_warmup` or another of transformers' `SchedulerType`.
-        warmup_steps: updates over which the rate rises from 0.
-        total_steps: updates of the whole run, which most schedules need.
+        num_warmup_steps: updates over which the rate rises from 0.
+        num_training_steps: updates of the whole run, which most schedules need.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         name: str = "cosine",
-        warmup_steps: NonNegativeInt = 0,
-        total_steps: PositiveInt | None = None,
+        num_warmup_steps: NonNegativeInt = 0,
+        num_training_steps: PositiveInt | None = None,
     ):
         from transformers import get_scheduler
 
-        super().__init__(optimizer, get_scheduler(name, optimizer, warmup_steps, total_steps).lr_lambdas)
+        super().__init__(optimizer, get_scheduler(name, optimizer, num_warmup_steps, num_training_steps).lr_lambdas)
 
 
 def _whole(tensor: Tensor) -> Tensor:
