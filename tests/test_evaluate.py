@@ -218,7 +218,7 @@ def test_the_figure_has_a_panel_for_each_share(tmp_path):
     draw(tmp_path / "two.png", {"p": {"a": {"pass@1": value}}})
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("one.png", "two.png")]
-    assert widths == [150 * 7.4, 150 * 4.1]
+    assert widths == [150 * 7.4, 150 * 3.9]
 
 
 def test_every_panel_shows_all_of_its_intervals(tmp_path, monkeypatch):
