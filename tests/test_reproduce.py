@@ -636,8 +636,8 @@ def test_every_number_on_the_page_of_claims_is_measured():
         number = int(text.split(".")[0])
         for claims_of, said in zip(reports.values(), verdicts, strict=True):
             found = claims_of.get(number)
-            bold = "" if number == 9 else f"**{found['holds']}**" if found else "not measured"
-            assert said.startswith(bold), (number, said)
+            begins = ("" if number == 9 else f"**{found['holds']}**") if found else "not measured"
+            assert said.startswith(begins), (number, said)
             check_sentences(said, [found] if found else [])
     (how,) = (section for section in sections if section.startswith("How it was measured"))
     for report in map(report_of, REGIMES):
