@@ -58,7 +58,7 @@ def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
     places = list(dict.fromkeys(place for group in rows.values() for place in group))
     found = [item for group in rows.values() for row in group.values() for item in row.items()]
     metrics = list(dict.fromkeys(name for name, value in found if is_summary(value) and name != "length"))
-    listed, shown = len(places) == 1, "per cent, 95% interval"
+    listed, shown, middle = len(places) == 1, "per cent, 95% interval", 0.05 * (len(rows) - 1)
     with style.context(["petroff10", {"axes.grid": True, "grid.alpha": 0.3}]):  # safe for colour-blind readers
         size = (2.2 + 1.7 * len(metrics), 1 + 0.25 * len(rows)) if listed else (1 + 3.2 * len(metrics), 4)
         figure = Figure(figsize=size, layout="constrained")
@@ -76,7 +76,7 @@ def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
             if listed:
                 panel.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.5))
             else:
-                panel.set_xticks(range(len(places)), places, rotation=45 * (len(places) > 6))
+                panel.set_xticks(np.arange(len(places)) + middle, places, rotation=90 * (len(places) > 6))
             panel.set(title=metric, xlabel=shown if listed else axis)
         if not listed:
             panels[0].set(ylabel=shown, ylim=(0, None))  # at last, since it ends the scaling of all panels

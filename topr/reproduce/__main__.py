@@ -67,7 +67,7 @@ def reproduce(
             name, _, where = label.partition(" at ")
             *words, place = where.rsplit(" ", 1)
             axis = (words or [axis])[0]
-            figure.setdefault(name, {})[place] = row
+            figure.setdefault(name.strip(","), {})[place] = row
         draw(folder / f"claim_{number}.png", figure, axis)
         report["claims"].append(found)
         text = markdown(report | study.provenance())
