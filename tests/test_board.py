@@ -88,6 +88,7 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
     assert not {"epoch", "hp_metric"} & set(events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_runs_of_another_loss_have_the_same_columns(fit):
     runs = fit("--data.val=null", "--trainer.max_steps=1")
     fit("--data.val=null", "--trainer.max_steps=1", "--config", ROOT / "configs" / "loss" / "red_drop.yaml")
@@ -96,6 +97,7 @@ def test_runs_of_another_loss_have_the_same_columns(fit):
     assert (set(one), tags) == (set(other), others) and (other["loss"], other["loss_arguments"]) == ("REDDrop", "")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_loss_overlay_is_named_after_both(fit):
     short = ["--config", REINFORCE, "--config", "{data: {val: null, test: null}}", "--trainer.max_steps=1"]
     assert [path.name for path in fit(*short).iterdir()] == ["arithmetic-reinforce"]

@@ -68,11 +68,15 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+SLOW = {name: [pytest.mark.slow] * (corrected is not None) for name, (*_, corrected) in CONFIGURATIONS.items()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
 def test_a_bad_setting_is_rejected_and_the_corrected_one_trains(run, good, name):
     wrong, words, corrected = CONFIGURATIONS[name]
     rejected(run, words, *fit(*good, wrong))
-    accepted(run, *fit(*good, *[corrected] * (corrected is not None)))
+    if corrected is not None:
+        accepted(run, *fit(*good, corrected))
 
 
 def test_an_unknown_command_is_rejected(run):
@@ -272,6 +276,7 @@ def test_log_probs_must_match_the_policy_that_a_file_names(run, good, tmp_path):
     rejected(run, "score the responses again", *fit(policy, f"[{wrong},{unknown}]"))  # the others do not excuse it
 
 
+@pytest.mark.slow
 def test_log_probs_in_bfloat16_may_differ_a_little(run, good, tmp_path):
     policy, _ = good
     far = write(tmp_path / "far.parquet", policy, make_trajectories(policy, shift=3.0), precision="bf16-mixed")

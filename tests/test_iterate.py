@@ -197,7 +197,10 @@ def test_the_report_holds_figures_and_differences(whole):
     assert "Difference to previous, paired by problem" in markdown
 
 
-@pytest.mark.parametrize(("stage", "half_done"), [(1, True), (2, False), (3, True), (7, True)])
+KILLS = [(2, False), *(pytest.param(stage, True, marks=pytest.mark.slow) for stage in (1, 3, 7))]
+
+
+@pytest.mark.parametrize(("stage", "half_done"), KILLS)
 def test_killed_at_any_stage_it_ends_with_the_same_results(whole, train, run, stage, half_done):
     train.killed_at, train.half_done = stage, half_done
     with pytest.raises(KeyError, match="killed here"):
@@ -215,6 +218,7 @@ def test_killed_at_any_stage_it_ends_with_the_same_results(whole, train, run, st
     assert files[0] == files[1] and not list(out.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_more_iterations_follow_those_that_are_there(whole, train, run):
     shutil.copytree(whole / "out", "out")
     Path("out/results.json").unlink()

@@ -54,7 +54,7 @@ def test_the_claims_name_the_architecture_where_no_file_names_the_processor(repo
     assert reported("--claims=1")[0]["hardware"] == platform.machine()
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "gpu", "mps"])
+@pytest.mark.parametrize("accelerator", ["auto", pytest.param("gpu", marks=pytest.mark.slow), "mps"])
 def test_an_apple_gpu_is_rejected_and_the_cpu_beside_it_trains(run, policy, monkeypatch, accelerator):
     data = write(run.folder / "a.parquet", policy, make_trajectories(policy))
     monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)  # Lightning remembers what torch answers

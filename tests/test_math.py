@@ -165,6 +165,7 @@ def test_ordinary_powers_and_factorials_are_computed(answer):
         "5" + r"\text{a}" * 40 + "!", r"\frac" * 79, " " * 390 + "!", "1," * 199 + "1", r"\pm" * 130, "a" * 400,
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_long_answers_cost_little_time(text):
     start = time.perf_counter()
     assert grade(text, "5").reward == -1
@@ -179,6 +180,7 @@ def judge():
         found.child.kill()
 
 
+@pytest.mark.slow
 def test_a_comparison_without_end_is_left_ungraded_and_the_next_is_graded(judge, monkeypatch):
     monkeypatch.setattr(math, "judge", judge)
     assert grade("2+4", "6") == Grade(1.0, True, "6")
@@ -190,6 +192,7 @@ def test_a_comparison_without_end_is_left_ungraded_and_the_next_is_graded(judge,
     assert judge.child.pid != first
 
 
+@pytest.mark.slow
 def test_a_failure_is_not_remembered_and_a_verdict_is(judge, monkeypatch):
     monkeypatch.setattr(math, "SECONDS", 1)
     with pytest.raises(TimeoutError):
@@ -247,6 +250,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_time_and_memory_are_bounded_whatever_the_child_does(judge, monkeypatch, kind):
     assert (math.SECONDS, MEMORY) == (4, 2**30)

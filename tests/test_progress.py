@@ -110,7 +110,7 @@ def counts(shown: list[str], name: str, total: int) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-@pytest.mark.parametrize("kind", [Terminal, Log])
+@pytest.mark.parametrize("kind", [Terminal, pytest.param(Log, marks=pytest.mark.slow)])
 def test_fit_shows_updates_and_responses_and_counts_epochs_from_1(run, arguments, replace_stderr, without_delay, kind):
     stderr = replace_stderr(kind)
     code, out, _ = run(train.main, "fit", *arguments)
@@ -159,6 +159,7 @@ def test_a_long_run_fits_80_columns(replace_stderr, monkeypatch, device, more):
     assert len(stderr.shown[-1]) <= 80
 
 
+@pytest.mark.slow
 def test_lines_come_at_intervals(run, arguments, replace_stderr, monkeypatch):
     now = [0.0]
     stderr = replace_stderr(Log)
@@ -276,8 +277,9 @@ def test_fit_ends_with_the_next_commands(run, arguments, monkeypatch):
     "more, benchmark",
     [
         (["--model.task=test_progress.Even"], "test_progress.Even={}/problems.jsonl"),
-        (["--model.task.init_args.largest=50"], None),  # evaluate.py would construct another task
-        (["--data.test=null"], None),
+        # evaluate.py would construct another task
+        pytest.param(["--model.task.init_args.largest=50"], None, marks=pytest.mark.slow),
+        pytest.param(["--data.test=null"], None, marks=pytest.mark.slow),
         (["--trainer.fast_dev_run=true"], None),
     ],
     ids=["own task", "other settings", "no test", "trial"],

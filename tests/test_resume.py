@@ -228,6 +228,7 @@ def test_two_predictions_do_not_write_into_one_folder(run, fit, monkeypatch):
 IMPORTS = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow
 def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypatch):
     schedule = ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
     schedule += ["--model.lr_scheduler.num_warmup_steps=2", "--model.lr_scheduler.num_training_steps=6"]
@@ -267,6 +268,7 @@ def test_sigterm_ends_a_prediction_at_once(run, fit, monkeypatch):
     assert code == 143 and [path.name for path in (fit.folder / "out").rglob("*")] == [".lock"]
 
 
+@pytest.mark.slow
 def test_a_validation_between_a_checkpoint_and_a_kill_is_made_up_for(fit, monkeypatch):
     whole = fit.whole()
     monkeypatch.setattr(Evaluate, "on_validation_batch_end", lambda *_: {}["killed here"])
@@ -288,7 +290,11 @@ AT_THE_END_OF_AN_EPOCH = [  # behind its last validation, where Lightning counts
 
 @pytest.mark.parametrize(
     ("kills", "saved"),
-    [([7], []), ([7], AT_THE_END_OF_AN_EPOCH), pytest.param([3, 7, 9, 11], [], marks=pytest.mark.slow)],
+    [
+        ([7], []),
+        pytest.param([7], AT_THE_END_OF_AN_EPOCH, marks=pytest.mark.slow),
+        pytest.param([3, 7, 9, 11], [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_killed_in_both_epochs_and_at_their_border_has_the_same_results(fit, monkeypatch, kills, saved):
     whole = fit.whole("--trainer.max_epochs=2")
@@ -301,6 +307,7 @@ def test_a_run_killed_in_both_epochs_and_at_their_border_has_the_same_results(fi
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_the_newest_complete_checkpoint_is_found(fit):
     whole = fit.whole()
     folder = fit("cut", "--trainer.max_steps=4")[2]
@@ -343,6 +350,7 @@ def test_a_run_killed_before_it_wrote_its_config_starts_over_in_its_folder(fit):
     assert_same(version, fit.whole())
 
 
+@pytest.mark.slow
 def test_a_policy_that_pads_has_as_many_micro_batches_when_it_is_resumed(fit, monkeypatch):
     counts, count = [], TrajectoryDataModule.microbatches
 
@@ -385,6 +393,7 @@ def test_nothing_in_a_checkpoint_is_executed(fit):
     assert not (fit.folder / "executed").exists()
 
 
+@pytest.mark.slow
 def test_best_metric_and_random_state_are_restored(fit, monkeypatch):
     monitored = ["--trainer.callbacks.init_args.monitor=val/length", "--trainer.callbacks.init_args.mode=max"]
     states = []

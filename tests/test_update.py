@@ -275,7 +275,8 @@ def test_last_resumes_no_other_run(run, shifted):
     assert code == 2 and "incomplete or not a checkpoint" in err
 
 
-@pytest.mark.parametrize("second", [25, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (40, 10_000))])
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [25, 40, 10_000])
 def test_resumption_within_a_step_or_with_other_micro_batches(run, shifted, second):
     policy, data, _ = shifted
     common = [
@@ -398,6 +399,7 @@ def test_two_ddp_ranks_make_the_update_of_one(run, shifted):
             np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_process_group_ends_before_the_interpreter(tmp_path):
     """A thread of gloo that is still at work then ends the process by SIGABRT."""
     code = """
