@@ -75,8 +75,7 @@ SLOW = {name: [pytest.mark.slow] * (corrected is not None) for name, (*_, correc
 def test_a_bad_setting_is_rejected_and_the_corrected_one_trains(run, good, name):
     wrong, words, corrected = CONFIGURATIONS[name]
     rejected(run, words, *fit(*good, wrong))
-    if corrected is not None:
-        accepted(run, *fit(*good, corrected))
+    accepted(run, *fit(*good, *[corrected] * (corrected is not None)))
 
 
 def test_an_unknown_command_is_rejected(run):

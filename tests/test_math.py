@@ -158,6 +158,7 @@ def test_ordinary_powers_and_factorials_are_computed(answer):
     assert not tables().costly.search(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -165,7 +166,6 @@ def test_ordinary_powers_and_factorials_are_computed(answer):
         "5" + r"\text{a}" * 40 + "!", r"\frac" * 79, " " * 390 + "!", "1," * 199 + "1", r"\pm" * 130, "a" * 400,
     ],
 )  # fmt: skip
-@pytest.mark.slow
 def test_long_answers_cost_little_time(text):
     start = time.perf_counter()
     assert grade(text, "5").reward == -1
