@@ -27,11 +27,27 @@ from topr.callbacks import ExactResume, ExportPolicy
 from topr.callbacks.resume import updates
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import Progress, end_with_parent, rank
-from topr.io import InputError, OneSentenceErrors, check_folder, command, first_line, is_out_of_memory, lock, write_text
+from topr.io import (
+    InputError,
+    OneSentenceErrors,
+    check_folder,
+    command,
+    first_line,
+    is_out_of_memory,
+    lock,
+    write_text,
+)
 from topr.module import PolicyModule
 
 # a resumed run keeps these settings
-DECISIVE = ["model.policy", "model.task", "model.loss", "model.lora", "model.optimizer", "model.lr_scheduler"]
+DECISIVE = [
+    "model.policy",
+    "model.task",
+    "model.loss",
+    "model.lora",
+    "model.optimizer",
+    "model.lr_scheduler",
+]
 DECISIVE += ["data.train", "data.batch_size", "seed_everything"]
 
 
@@ -52,13 +68,32 @@ class SaveConfig(SaveConfigCallback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)  # the same on all ranks
         if trainer.is_global_zero:
-            write_text(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
-        loss, data, rate = self.config.model.loss, self.config.data, self.config.get("model.optimizer.init_args.lr")
-        arguments = ", ".join(f"{name}={value}" for name, value in loss.get("init_args", {}).items())
+            write_text(
+                folder / self.config_filename, self.parser.dump(self.config, skip_none=False)
+            )
+        loss, data, rate = (
+            self.config.model.loss,
+            self.config.data,
+            self.config.get("model.optimizer.init_args.lr"),
+        )
+        arguments = ", ".join(
+            f"{name}={value}" for name, value in loss.get("init_args", {}).items()
+        )
         # the same names for every loss: TensorBoard takes the columns of its table of all runs from one run
-        found = {"loss": loss.class_path.rpartition(".")[2], "loss_arguments": arguments, "lr": rate, "seed": data.seed}
-        found |= {"batch_size": int(data.batch_size), "policy": self.config.model.policy, "data": data.train}
-        for logger in trainer.loggers:  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
+        found = {
+            "loss": loss.class_path.rpartition(".")[2],
+            "loss_arguments": arguments,
+            "lr": rate,
+            "seed": data.seed,
+        }
+        found |= {
+            "batch_size": int(data.batch_size),
+            "policy": self.config.model.policy,
+            "data": data.train,
+        }
+        for logger in (
+            trainer.loggers
+        ):  # TensorBoard gets no metrics yet; by default it would add one, hp_metric
             logger.log_hyperparams(found, *[{}] * isinstance(logger, TensorBoardLogger))
 
 
@@ -84,22 +119,32 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        config.data.seed = int(config.seed_everything)  # with seed_everything: true, Lightning has drawn a seed
+        config.data.seed = int(
+            config.seed_everything
+        )  # with seed_everything: true, Lightning has drawn a seed
         check_trainer(config.trainer)
         self._name_after_loss(config)
         if config.get("ckpt_path") == "last":
             self._resume_newest(config)
         elif config.get("ckpt_path") and updates(Path(config.ckpt_path)) is None:
-            raise InputError(f"--ckpt_path: {config.ckpt_path} is incomplete or not a checkpoint; name another")
+            raise InputError(
+                f"--ckpt_path: {config.ckpt_path} is incomplete or not a checkpoint; name another"
+            )
         if self.subcommand != "fit":  # a run's folder would stay empty
             config.trainer.logger, self.save_config_callback = False, None
 
     def _name_after_loss(self, config: Any) -> None:
         """Call a run with the overlay configs/loss/X.yaml NAME-X, unless the command line names it."""
-        files = [Path(path) for path in config.config or [] if path]  # None stands for YAML in place of a file
+        files = [
+            Path(path) for path in config.config or [] if path
+        ]  # None stands for YAML in place of a file
         overlays = [path.stem for path in files if path.parent.name == "loss"]
         arguments: Any = getattr(config.trainer.logger, "init_args", {})
-        if overlays and arguments.get("name") and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv)):
+        if (
+            overlays
+            and arguments.get("name")
+            and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv))
+        ):
             arguments.name = f"{arguments.name}-{overlays[-1]}"
 
     def _resume_newest(self, config: Any) -> None:
@@ -107,27 +152,48 @@ class CLI(LightningCLI):
         logger = config.trainer.logger
         arguments = getattr(logger, "init_args", None)
         if arguments is None or "save_dir" not in arguments:
-            raise InputError("--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions")
+            raise InputError(
+                "--ckpt_path last needs trainer.logger: TensorBoardLogger, which numbers the versions"
+            )
         root = Path(arguments.save_dir) / (arguments.name or "")
-        found = sorted(root.glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True)
-        newest, done = next(((path, n) for path in found if (n := updates(path)) is not None), (None, 0))
+        found = sorted(
+            root.glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True
+        )
+        newest, done = next(
+            ((path, n) for path in found if (n := updates(path)) is not None), (None, 0)
+        )
         config.ckpt_path = newest and str(newest)
-        print(f"resuming {newest}" if newest else f"no complete checkpoint under {root}: starting afresh")
+        print(
+            f"resuming {newest}"
+            if newest
+            else f"no complete checkpoint under {root}: starting afresh"
+        )
         # a run that was killed before its first checkpoint starts again in its own folder
-        unfinished = [path for path in root.glob("version_*") if not (path / "summary.json").exists()]
-        version = newest.parent.parent if newest else max(unfinished, key=os.path.getmtime, default=None)
+        unfinished = [
+            path for path in root.glob("version_*") if not (path / "summary.json").exists()
+        ]
+        version = (
+            newest.parent.parent if newest else max(unfinished, key=os.path.getmtime, default=None)
+        )
         if self.subcommand != "fit" or version is None:
             return
         if (version / "config.yaml").is_file():  # otherwise it was killed even before it wrote that
-            texts = (version / "config.yaml").read_text(), self._parser("fit").dump(config, skip_none=False)
+            texts = (
+                (version / "config.yaml").read_text(),
+                self._parser("fit").dump(config, skip_none=False),
+            )
             before, now = (dict_to_namespace(yaml.safe_load(text)) for text in texts)
             changed = next((key for key in DECISIVE if before.get(key) != now.get(key)), None)
             if changed and newest:
                 message = f"{newest} comes from a run with another {changed} (see {version / 'config.yaml'})"
-                raise InputError(f"{message}; restore that setting, or set another trainer.logger.init_args.name")
+                raise InputError(
+                    f"{message}; restore that setting, or set another trainer.logger.init_args.name"
+                )
             if changed:
                 return
-        logger.dict_kwargs = {"purge_step": done}  # TensorBoard drops what was logged after the checkpoint
+        logger.dict_kwargs = {
+            "purge_step": done
+        }  # TensorBoard drops what was logged after the checkpoint
         arguments.version = int(version.name.removeprefix("version_"))
 
     def instantiate_classes(self) -> None:
@@ -139,17 +205,24 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **settings: Any) -> Any:
         config = self.config_init[self.subcommand].trainer
         callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
-        own = any(isinstance(callback, ProgressBar) for callback in callbacks)  # shown instead of ours
+        own = any(
+            isinstance(callback, ProgressBar) for callback in callbacks
+        )  # shown instead of ours
         Progress.enabled = not own and config.enable_progress_bar is not False
         return super().instantiate_trainer(enable_progress_bar=own, **settings)
 
     def after_instantiate_classes(self) -> None:
         """Raise an InputError for devices without a shard of their own, and for shards without sharding."""
-        config, devices = self.config[self.subcommand], self.trainer.num_devices * self.trainer.num_nodes
+        config, devices = (
+            self.config[self.subcommand],
+            self.trainer.num_devices * self.trainer.num_nodes,
+        )
         checkpoint = config.get("ckpt_path")
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
             if checkpoint and Path(checkpoint).is_dir():
-                raise InputError(f"the checkpoint {checkpoint} is sharded; resume it with --config configs/fsdp.yaml")
+                raise InputError(
+                    f"the checkpoint {checkpoint} is sharded; resume it with --config configs/fsdp.yaml"
+                )
             return
         key, sizes = "trainer.strategy.init_args.", config.trainer.strategy.init_args
         if (sizes.data_parallel_size, sizes.tensor_parallel_size) != (devices, 1):
@@ -164,7 +237,13 @@ class CLI(LightningCLI):
             lock(folder)
         try:
             super()._run_subcommand(subcommand)
-        except (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException) as error:
+        except (
+            InputError,
+            MisconfigurationException,
+            RuntimeError,
+            MemoryError,
+            CheckpointException,
+        ) as error:
             for bar in [*Progress._instances]:  # else it would be drawn again below the message
                 bar.close()
             message = self._explain(error)
@@ -182,7 +261,9 @@ class CLI(LightningCLI):
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error
-            reason = first_line(next(iter(error.failures.values()))[0])  # of the first rank that failed
+            reason = first_line(
+                next(iter(error.failures.values()))[0]
+            )  # of the first rank that failed
             if training:
                 return f"the checkpoint cannot be written ({reason}); make room and resume with --ckpt_path last"
             return f"the checkpoint {self.config[self.subcommand].ckpt_path} cannot be loaded ({reason}); name another"
@@ -200,15 +281,32 @@ def check_trainer(trainer: Any) -> None:
     if save_dir is not None:
         check_folder("trainer.logger.init_args.save_dir", save_dir)
     strategy = str(getattr(trainer.strategy, "class_path", trainer.strategy))
-    accumulates = trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in str(trainer.callbacks)
+    accumulates = trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in str(
+        trainer.callbacks
+    )
     cuts = trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches
     casts = trainer.precision not in (None, "32-true", "32", 32, "bf16-mixed")
     for wrong, message in (
-        (accumulates, "accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which it follows"),
-        (trainer.logger in (False, []), "logger is false, but its folder is where a run's files go; leave it on"),
-        (cuts, "limit_train_batches and overfit_batches would cut an update in pieces; set trainer.max_steps"),
-        ("fsdp" in strategy.lower(), f"strategy {strategy} is FSDP1; use FSDP2, with --config configs/fsdp.yaml"),
-        (casts, f"precision is {trainer.precision}; weights stay in float32: choose 32-true or bf16-mixed"),
+        (
+            accumulates,
+            "accumulate_grad_batches must stay at 1: set data.microbatch_tokens, from which it follows",
+        ),
+        (
+            trainer.logger in (False, []),
+            "logger is false, but its folder is where a run's files go; leave it on",
+        ),
+        (
+            cuts,
+            "limit_train_batches and overfit_batches would cut an update in pieces; set trainer.max_steps",
+        ),
+        (
+            "fsdp" in strategy.lower(),
+            f"strategy {strategy} is FSDP1; use FSDP2, with --config configs/fsdp.yaml",
+        ),
+        (
+            casts,
+            f"precision is {trainer.precision}; weights stay in float32: choose 32-true or bf16-mixed",
+        ),
     ):
         if wrong:
             raise InputError(f"trainer.{message}")
@@ -222,26 +320,65 @@ def check_seed(value: bool | int) -> int:
 
 def main() -> None:
     end_with_parent()
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # nothing in a checkpoint or its shards is executed
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = (
+        "1"  # nothing in a checkpoint or its shards is executed
+    )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when the loader forks
     # between Lightning and torch, peft and transformers; of a run that is resumed; of predict, which writes files
-    ignored = ["LeafSpec", "gradient_checkpointing", "exists and is not empty", "returned None if it was on purpose"]
+    ignored = [
+        "LeafSpec",
+        "gradient_checkpointing",
+        "exists and is not empty",
+        "returned None if it was on purpose",
+    ]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")
-    dropped = re.compile("litlogger|TPU|stopped: `max_")  # advertising, absent hardware, what a bar shows
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: not dropped.search(r.getMessage()))
-    defaults: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
-    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "policy"}}
-    plugins, callbacks = [{"class_path": "topr.callbacks.AtomicCheckpointIO"}], [ExactResume(), ExportPolicy()]
-    defaults |= {"enable_model_summary": False, "logger": logger, "plugins": plugins, "callbacks": callbacks}
+    dropped = re.compile(
+        "litlogger|TPU|stopped: `max_"
+    )  # advertising, absent hardware, what a bar shows
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda r: not dropped.search(r.getMessage())
+    )
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "gradient_clip_val": 1.0,
+        "num_sanity_val_steps": 0,
+    }
+    logger = {
+        "class_path": "TensorBoardLogger",
+        "init_args": {"save_dir": "runs", "name": "policy"},
+    }
+    plugins, callbacks = (
+        [{"class_path": "topr.callbacks.AtomicCheckpointIO"}],
+        [ExactResume(), ExportPolicy()],
+    )
+    defaults |= {
+        "enable_model_summary": False,
+        "logger": logger,
+        "plugins": plugins,
+        "callbacks": callbacks,
+    }
     options: dict[str, Any] = {"auto_configure_optimizers": False, "seed_everything_default": 0}
-    options |= {"parser_class": Parser, "trainer_defaults": defaults, "save_config_callback": SaveConfig}
-    for evaluation, split in (Trainer.validate, "val"), (Trainer.test, "test"):  # the docstrings are shown as help
-        evaluation.__doc__ = f"Sample and grade responses to the problems in data.{split}, and print the metrics."
-    Trainer.predict.__doc__ = "Sample, grade and score responses to data.problems; write trajectory files to data.out."
+    options |= {
+        "parser_class": Parser,
+        "trainer_defaults": defaults,
+        "save_config_callback": SaveConfig,
+    }
+    for evaluation, split in (
+        (Trainer.validate, "val"),
+        (Trainer.test, "test"),
+    ):  # the docstrings are shown as help
+        evaluation.__doc__ = (
+            f"Sample and grade responses to the problems in data.{split}, and print the metrics."
+        )
+    Trainer.predict.__doc__ = (
+        "Sample, grade and score responses to data.problems; write trajectory files to data.out."
+    )
     with command():
         CLI(PolicyModule, TrajectoryDataModule, **options)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))  # Ctrl-C, too, can be resumed
+    signal.signal(
+        signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM)
+    )  # Ctrl-C, too, can be resumed
     main()

@@ -35,7 +35,11 @@ class Turns:
     def end(self, steps: int) -> None:
         """An epoch is over, after `steps` updates in all."""
         took = {"cpu": time.process_time() - self.cpu, "wall": time.perf_counter() - self.wall}
-        took |= {"tokens": self.tokens, "steps": steps - self.steps, "memory": resident("VmHWM") - self.base}
+        took |= {
+            "tokens": self.tokens,
+            "steps": steps - self.steps,
+            "memory": resident("VmHWM") - self.base,
+        }
         print("took " + json.dumps(took), flush=True)
         self.tokens, self.steps = 0, steps
         if not sys.stdin.readline():
@@ -88,7 +92,9 @@ def ours(args: argparse.Namespace) -> None:
     from topr.module import PolicyModule
     from topr.tasks import Arithmetic
 
-    rows = pq.read_table(args.folder / "train.parquet", columns=["prompt_ids", "response_ids"]).to_pylist()
+    rows = pq.read_table(
+        args.folder / "train.parquet", columns=["prompt_ids", "response_ids"]
+    ).to_pylist()
     length = torch.tensor([len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows])
     turns = Turns()
 
@@ -130,7 +136,10 @@ def sample(args: argparse.Namespace) -> None:
     model, tokenizer = policy.model, policy.tokenizer
     model.generation_config.eos_token_id = list(range(ENDS))
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(ENDS, 512, length).tolist() for length in lengths(rng, 100, args.batch_size, 200)]
+    prompts = [
+        rng.integers(ENDS, 512, length).tolist()
+        for length in lengths(rng, 100, args.batch_size, 200)
+    ]
     how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 512}
 
     def generate(prompts: list[list[int]]) -> int:
@@ -142,12 +151,17 @@ def sample(args: argparse.Namespace) -> None:
 
     for turn in range(args.epochs):
         if args.arm == "sampler":
-            sampled = LocalSampler(rows=args.batch_size).sample(policy, prompts, 4, Sampling(**how), turn)
+            sampled = LocalSampler(rows=args.batch_size).sample(
+                policy, prompts, 4, Sampling(**how), turn
+            )
             turns.tokens = sum(len(response.ids) for group in sampled for response in group)
         else:
             torch.manual_seed(turn)
             rows = [prompt for prompt in prompts for _ in range(4)]
-            turns.tokens = sum(generate(rows[i : i + args.batch_size]) for i in range(0, len(rows), args.batch_size))
+            turns.tokens = sum(
+                generate(rows[i : i + args.batch_size])
+                for i in range(0, len(rows), args.batch_size)
+            )
         turns.end(turn + 1)
 
 
@@ -183,7 +197,9 @@ def main() -> None:
     arms = {"ours": ours, "compiled": ours, "sampler": sample, "generate": sample, "load": load}
     parser.add_argument("arm", choices=arms)
     parser.add_argument("folder", type=Path, help="made by benchmark.py")
-    parser.add_argument("--batch-size", type=int, default=64, help="trajectories of an update; rows of a sampler")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="trajectories of an update; rows of a sampler"
+    )
     parser.add_argument("--microbatch-tokens", type=int, default=1024)
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()

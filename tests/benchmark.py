@@ -28,9 +28,24 @@ from peers import text
 
 HERE = Path(__file__).parent
 MODELS = {  # Llama shapes: 2.0, 35.2 and 35.9 million parameters
-    "tiny": {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4},
-    "v32k": {"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
-    "v128k": {"vocab_size": 128000, "hidden_size": 256, "intermediate_size": 683, "num_hidden_layers": 4}
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+    },
+    "v32k": {
+        "vocab_size": 32000,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    },
+    "v128k": {
+        "vocab_size": 128000,
+        "hidden_size": 256,
+        "intermediate_size": 683,
+        "num_hidden_layers": 4,
+    }
     | {"tie_word_embeddings": True},
 }
 DATA = {"gsm": (100, 150), "short": (100, 30)}  # mean tokens of a prompt, of a response
@@ -51,15 +66,27 @@ def make_policy(folder: Path, name: str) -> dict:
     from topr.policy import Policy, export_policy
 
     shape = MODELS[name]
-    words = Tokenizer(models.WordLevel({text([i]).strip(): i for i in range(shape["vocab_size"])}, unk_token="<pad>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {text([i]).strip(): i for i in range(shape["vocab_size"])}, unk_token="<pad>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
+    )
     heads = {"num_attention_heads": shape["hidden_size"] // 64, "max_position_embeddings": 1024}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=0, pad_token_id=1))
+    model = LlamaForCausalLM(
+        LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=0, pad_token_id=1)
+    )
     export_policy(Policy(model, tokenizer, str(folder)), folder)
     head, total = model.lm_head.weight.numel(), sum(p.numel() for p in model.parameters())
-    return {"parameters": total, "head": head, "body": total - head * (1 + (not model.config.tie_word_embeddings))}
+    return {
+        "parameters": total,
+        "head": head,
+        "body": total - head * (1 + (not model.config.tie_word_embeddings)),
+    }
 
 
 def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict:
@@ -67,15 +94,28 @@ def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict:
     from topr.policy import load_policy, provenance
     from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
-    about, shape, rng = make_policy(folder / "policy", model), MODELS[model], np.random.default_rng(0)
-    prompt, response = lengths(rng, DATA[data][0], count // 4, 200), lengths(rng, DATA[data][1], count, 512)
+    about, shape, rng = (
+        make_policy(folder / "policy", model),
+        MODELS[model],
+        np.random.default_rng(0),
+    )
+    prompt, response = (
+        lengths(rng, DATA[data][0], count // 4, 200),
+        lengths(rng, DATA[data][1], count, 512),
+    )
     prompts = [rng.integers(2, shape["vocab_size"], length).tolist() for length in prompt]
     rows = []
     for i, length in enumerate(response):
         ids, group = [*rng.integers(2, shape["vocab_size"], length - 1).tolist(), 0], i // 4
-        given = {"prompt_id": str(group), "prompt": text(prompts[group]), "prompt_ids": prompts[group]}
+        given = {
+            "prompt_id": str(group),
+            "prompt": text(prompts[group]),
+            "prompt_ids": prompts[group],
+        }
         given |= {"response": text(ids[:-1]), "response_ids": ids, "ref_logprobs": []}
-        rows.append(Trajectory(**given, group=str(group), reward=1.0 if i % 4 < 2 else -1.0, finished=True))
+        rows.append(
+            Trajectory(**given, group=str(group), reward=1.0 if i % 4 < 2 else -1.0, finished=True)
+        )
     add_log_probs(load_policy(str(folder / "policy")), rows, 2048)
     known = provenance(str(folder / "policy"), "32-true")
     write_trajectories(folder / "train.parquet", rows, known)
@@ -96,14 +136,33 @@ def make_shards(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     for start in range(0, count, 100_000):
         row = np.arange(start, min(start + 100_000, count))
-        ends = {name: np.append(0, lengths(rng, 30, len(row), 200).cumsum()) for name in ("prompt", "response")}
-        made = {name: np.full(len(row), "") for name in ends} | {"finished": np.full(len(row), True)}
-        made |= {"prompt_id": (row // 4).astype(str), "group": (row // 4).astype(str), "reward": 1.0 - 2 * (row % 2)}
-        for name, end in (("prompt_ids", "prompt"), ("response_ids", "response"), ("ref_logprobs", "response")):
-            values = -rng.random(ends[end][-1]) if name == "ref_logprobs" else rng.integers(2, 512, ends[end][-1])
+        ends = {
+            name: np.append(0, lengths(rng, 30, len(row), 200).cumsum())
+            for name in ("prompt", "response")
+        }
+        made = {name: np.full(len(row), "") for name in ends} | {
+            "finished": np.full(len(row), True)
+        }
+        made |= {
+            "prompt_id": (row // 4).astype(str),
+            "group": (row // 4).astype(str),
+            "reward": 1.0 - 2 * (row % 2),
+        }
+        for name, end in (
+            ("prompt_ids", "prompt"),
+            ("response_ids", "response"),
+            ("ref_logprobs", "response"),
+        ):
+            values = (
+                -rng.random(ends[end][-1])
+                if name == "ref_logprobs"
+                else rng.integers(2, 512, ends[end][-1])
+            )
             made[name] = pa.ListArray.from_arrays(pa.array(ends[end], pa.int32()), values)
         schema = pa.schema([field for field in SCHEMA if field.name != "sampled"], {"topr": known})
-        columns = [pa.array(made.get(field.name, [None] * len(row))).cast(field.type) for field in schema]
+        columns = [
+            pa.array(made.get(field.name, [None] * len(row))).cast(field.type) for field in schema
+        ]
         table = pa.Table.from_arrays(columns, schema=schema)
         pq.write_table(table, folder / f"{start}.parquet", compression="zstd")
 
@@ -114,7 +173,12 @@ class Arm:
     def __init__(self, name: str, command: list, folder: Path):
         self.name, self.told, self.turns, self.peaks = name, folder / f"{name}.log", [], []
         with self.told.open("w") as log:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            pipes = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": log,
+                "text": True,
+            }
             self.process = subprocess.Popen(list(map(str, command)), **pipes)
         self.read()  # the epoch to warm up
 
@@ -125,7 +189,9 @@ class Arm:
         raise SystemExit(f"{self.name} ended:\n{self.told.read_text()[-3000:]}")
 
     def turn(self) -> None:
-        before = peak_flops()  # the core of a machine that is shared differs by half from one minute to the next
+        before = (
+            peak_flops()
+        )  # the core of a machine that is shared differs by half from one minute to the next
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         self.turns.append(self.read())
@@ -145,7 +211,9 @@ def peak_flops() -> float:
     return 2 * 1024**3 / best
 
 
-def alternate(case: str, commands: dict[str, list], rounds: int, folder: Path, about: dict) -> list[dict]:
+def alternate(
+    case: str, commands: dict[str, list], rounds: int, folder: Path, about: dict
+) -> list[dict]:
     """Let the arms take turns; the first is compared with the others, round by round."""
     arms = []
     try:
@@ -159,24 +227,47 @@ def alternate(case: str, commands: dict[str, list], rounds: int, folder: Path, a
             arm.process.kill()
             arm.process.wait()
     peak = statistics.median(peak for arm in arms for peak in arm.peaks)
-    print(f"\n{case}, {about['parameters'] / 1e6:.1f}M parameters, peak {peak / 1e9:.0f} GFLOP/s, {rounds} rounds")
+    print(
+        f"\n{case}, {about['parameters'] / 1e6:.1f}M parameters, peak {peak / 1e9:.0f} GFLOP/s, {rounds} rounds"
+    )
     print(
         f"{'':10}{'tokens/CPU s':>13}{'tokens/wall s':>14}{'utilisation':>12}{'MB':>7}   {arms[0].name} over it (range)"
     )
     results: list[dict] = []
     for arm in arms:
-        if wrong := [turn["tokens"] for turn in arm.turns if turn["tokens"] != about.get("tokens", turn["tokens"])]:
+        if wrong := [
+            turn["tokens"]
+            for turn in arm.turns
+            if turn["tokens"] != about.get("tokens", turn["tokens"])
+        ]:
             raise SystemExit(f"{arm.name} took {wrong[0]} tokens in an epoch of {about['tokens']}")
-        cpu, wall = ([turn["tokens"] / turn[clock] for turn in arm.turns] for clock in ("cpu", "wall"))
+        cpu, wall = (
+            [turn["tokens"] / turn[clock] for turn in arm.turns] for clock in ("cpu", "wall")
+        )
         ratio = [
-            first / its for first, its in zip(results[0]["tokens_per_cpu_s"] if results else cpu, cpu, strict=True)
+            first / its
+            for first, its in zip(
+                results[0]["tokens_per_cpu_s"] if results else cpu, cpu, strict=True
+            )
         ]
-        row = {"case": case, "arm": arm.name, "tokens_per_cpu_s": cpu, "tokens_per_wall_s": wall, "ratio": ratio}
+        row = {
+            "case": case,
+            "arm": arm.name,
+            "tokens_per_cpu_s": cpu,
+            "tokens_per_wall_s": wall,
+            "ratio": ratio,
+        }
         flops = [speed * about["flops_per_token"] for speed in cpu]
         row["utilisation"] = [its / peak for its, peak in zip(flops, arm.peaks, strict=True)]
-        row |= {"updates": arm.turns[0]["steps"], "memory_mb": arm.turns[-1]["memory"] / 1e6, "peak_flops": arm.peaks}
+        row |= {
+            "updates": arm.turns[0]["steps"],
+            "memory_mb": arm.turns[-1]["memory"] / 1e6,
+            "peak_flops": arm.peaks,
+        }
         results.append(row)
-        speed, clock, share, times = (statistics.median(x) for x in (cpu, wall, row["utilisation"], ratio))
+        speed, clock, share, times = (
+            statistics.median(x) for x in (cpu, wall, row["utilisation"], ratio)
+        )
         shown = f"{arm.name:10}{speed:13.0f}{clock:14.0f}{share:12.2f}{row['memory_mb']:7.0f}"
         print(f"{shown}   {times:.2f} ({min(ratio):.2f}-{max(ratio):.2f})", flush=True)
     return results
@@ -207,7 +298,9 @@ def sample(args: argparse.Namespace, root: Path) -> list[dict]:
     about = make_policy(root / "sample" / "policy", "tiny")
     about["flops_per_token"] = 2 * (about["body"] + about["head"])
     how = [root / "sample", "--batch-size", args.rows, "--epochs", args.rounds + 1]
-    commands = {arm: [sys.executable, HERE / "arms.py", arm, *how] for arm in ("sampler", "generate")}
+    commands = {
+        arm: [sys.executable, HERE / "arms.py", arm, *how] for arm in ("sampler", "generate")
+    }
     return alternate(f"sampling, {args.rows} rows", commands, args.rounds, root / "sample", about)
 
 
@@ -227,7 +320,9 @@ def data(args: argparse.Namespace, root: Path) -> list[dict]:
         row = json.loads(told.stdout.splitlines()[-1])
         results.append(row | {"case": "data"})
         each, one = 1e3 * row["load_s"] / row["microbatches"], 1e6 * row["load_s"] / row["loaded"]
-        times = f"{row['check_s']:9.2f}{row['setup_s']:9.2f}{row['plan_s']:8.2f}{each:16.2f}{one:15.0f}"
+        times = (
+            f"{row['check_s']:9.2f}{row['setup_s']:9.2f}{row['plan_s']:8.2f}{each:16.2f}{one:15.0f}"
+        )
         print(f"{count:12}{times}{row['memory'] / 1e6:7.0f}", flush=True)
     return results
 
@@ -238,22 +333,32 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="train, sample (both by default), data")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--data", default=",".join(DATA))
-    peers = (
-        "name@8: 8 trajectories a forward, TRL's default, not the fastest; kto+ref, dpo+ref: reference scored before"
-    )
+    peers = "name@8: 8 trajectories a forward, TRL's default, not the fastest; kto+ref, dpo+ref: reference scored before"
     parser.add_argument("--peers", default="kto,kto@8,dpo,dpo@8,grpo,sft", help=peers)
     parser.add_argument("--compile", action="store_true", help="and ours with model.compile")
-    parser.add_argument("--python", default=sys.executable, help="that of the environment that holds the peers")
+    parser.add_argument(
+        "--python", default=sys.executable, help="that of the environment that holds the peers"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=32, help="responses that are sampled side by side")
-    parser.add_argument("--sizes", default="1000,10000,100000,1000000", help="trajectories of the data path")
-    parser.add_argument("--quick", action="store_true", help="the tiny model, 8 trajectories, 4 rows, one round")
+    parser.add_argument(
+        "--rows", type=int, default=32, help="responses that are sampled side by side"
+    )
+    parser.add_argument(
+        "--sizes", default="1000,10000,100000,1000000", help="trajectories of the data path"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the tiny model, 8 trajectories, 4 rows, one round"
+    )
     args = parser.parse_args()
     if args.quick:
         args.models, args.data, args.rounds, args.rows = "tiny", "gsm", 1, 4
     missing = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
     args.what = args.what or ["train", "sample"]
-    if "train" in args.what and args.peers and subprocess.run([args.python, "-c", missing]).returncode:
+    if (
+        "train" in args.what
+        and args.peers
+        and subprocess.run([args.python, "-c", missing]).returncode
+    ):
         print(
             f"without the peers, which are not installed: {args.python} -m pip install -r tests/requirements-peers.txt"
         )
@@ -262,7 +367,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_HOME"] = str(Path(folder) / "hf")
         results = [row for what in args.what for row in known[what](args, Path(folder))]
-    commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", HERE, "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     print(json.dumps({"commit": commit.stdout.strip(), "rounds": args.rounds, "results": results}))
 
 

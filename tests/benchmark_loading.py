@@ -21,7 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from topr.policy import sharding
 
-SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+}
 
 
 def private_memory() -> int:
@@ -59,8 +64,13 @@ def measure(name: str) -> None:
     shard = sum(parameter.to_local().numel() for parameter in policy.parameters()) * 4
     layer = sum(parameter.numel() for parameter in policy.layers[0].parameters()) * 4
     if mesh.get_rank() == 0:
-        print(f"weights {whole / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, one layer {layer / 1e6:.0f} MB")
-        for what, bytes_ in (("reading the files", read), ("and checking the head by a forward", peak)):
+        print(
+            f"weights {whole / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, one layer {layer / 1e6:.0f} MB"
+        )
+        for what, bytes_ in (
+            ("reading the files", read),
+            ("and checking the head by a forward", peak),
+        ):
             share = (bytes_ - start - layer) / shard
             print(f"{what:35} {(bytes_ - start) / 1e6:5.0f} MB = {share:.2f} shards + one layer")
     torch.distributed.destroy_process_group()
@@ -72,8 +82,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE)).to(torch.bfloat16).save_pretrained(folder)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, folder]
+        LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE)).to(torch.bfloat16).save_pretrained(
+            folder
+        )
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            __file__,
+            folder,
+        ]
         subprocess.run(launch, check=True)
 
 

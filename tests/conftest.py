@@ -17,7 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
 from topr.callbacks import Monitor
-from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint, tokenizer_fingerprint
+from topr.policy import (
+    Policy,
+    export_policy,
+    load_policy,
+    load_tokenizer,
+    policy_fingerprint,
+    tokenizer_fingerprint,
+)
 from topr.policy.files import resolve_policy, vocabulary_and_context
 from topr.reproduce.making import SYMBOLS, make_tokenizer
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
@@ -42,10 +49,18 @@ def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[lis
     Returns:
         For each command the exit code of every rank, and what all ranks printed.
     """
-    todo = [command if isinstance(command, dict) else {"arguments": command} for command in commands]
+    todo = [
+        command if isinstance(command, dict) else {"arguments": command} for command in commands
+    ]
     output = Path(tempfile.mkdtemp(dir=folder, prefix="output-"))
     (output / "commands.json").write_text(json.dumps(todo, default=str))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={count}",
+    ]
     done = subprocess.run(
         [*launch, ROOT / "tests" / "ranks.py", output / "commands.json"],
         cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -54,7 +69,9 @@ def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[lis
     results = []
     for i in range(len(commands)):
         codes = [int((output / f"code-{i}-{rank}").read_text()) for rank in range(count)]
-        results.append((codes, "".join((output / f"output-{i}-{rank}").read_text() for rank in range(count))))
+        results.append(
+            (codes, "".join((output / f"output-{i}-{rank}").read_text() for rank in range(count)))
+        )
     return results
 
 
@@ -91,12 +108,20 @@ def make_policy(folder: Path, seed: int = 0, scale: float = 0.1, **changes) -> P
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    export_policy(Policy(LlamaForCausalLM(LlamaConfig(**arguments | changes)), make_tokenizer(), str(folder)), folder)
+    export_policy(
+        Policy(LlamaForCausalLM(LlamaConfig(**arguments | changes)), make_tokenizer(), str(folder)),
+        folder,
+    )
     return folder
 
 
 def make_trajectories(
-    policy: Path, count: int = 23, seed: int = 0, shift: float = 0.0, group: int = 4, turns: bool = False
+    policy: Path,
+    count: int = 23,
+    seed: int = 0,
+    shift: float = 0.0,
+    group: int = 4,
+    turns: bool = False,
 ):
     """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size `shift`. With
     `turns`, most of them hold tokens that were not sampled, and neighbours often share a prompt."""
@@ -194,7 +219,11 @@ def observe_microbatches(patch, observe) -> None:
 
 def listing(folder: Path) -> dict[str, tuple]:
     """The files under a folder but locks, links not followed."""
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() and path.name != ".lock"]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() and path.name != ".lock"
+    ]
     return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in files}
 
 

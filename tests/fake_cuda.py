@@ -34,7 +34,15 @@ torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 torch.cuda.is_bf16_supported = lambda *_, **__: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 local.free_memory = lambda device: 40e9
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "unique_dim", "is_nonzero", "equal"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "unique_dim",
+    "is_nonzero",
+    "equal",
+}
 
 
 class Waits(TorchDispatchMode):
@@ -50,19 +58,32 @@ class Waits(TorchDispatchMode):
         if name in WAITS and on_gpu:
             self.add(name)
             if name == "_local_scalar_dense":
-                return args[0].dtype.is_floating_point + 0  # 0, or 1 where it is a truth or a number
+                return (
+                    args[0].dtype.is_floating_point + 0
+                )  # 0, or 1 where it is a truth or a number
         if name == "_to_copy" and on_gpu and str(kwargs.get("device", "cuda")) == "cpu":
             self.add("copy to the host")
         return function(*args, **kwargs)
 
     def add(self, what: str) -> None:
-        frames = [f for f in traceback.extract_stack() if "topr/" in f.filename or "transformers/" in f.filename]
+        frames = [
+            f
+            for f in traceback.extract_stack()
+            if "topr/" in f.filename or "transformers/" in f.filename
+        ]
         frame = frames[-1] if frames else traceback.extract_stack()[-4]
-        self.places[f"{what}: {'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}"] += 1
+        self.places[
+            f"{what}: {'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}"
+        ] += 1
 
 
 def main() -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     sizes |= {"num_hidden_layers": int(sys.argv[1]) if sys.argv[1:] else 2, "vocab_size": 128256}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192))
@@ -76,9 +97,14 @@ def main() -> None:
         return np.zeros(tensor.shape, dtype=int).tolist()
 
     FakeTensor.tolist = to_list
-    torch.autograd.grad = lambda outputs, inputs: (torch.zeros_like(inputs),)  # the engine wants a device
+    torch.autograd.grad = lambda outputs, inputs: (
+        torch.zeros_like(inputs),
+    )  # the engine wants a device
     grad_to = torch.Tensor.to
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autocast("cuda", torch.bfloat16, cache_enabled=False),
+    ):
         model.to_empty(device="cuda")
 
         def to_gpu(tensor: torch.Tensor, *arguments, **keywords) -> torch.Tensor:
@@ -90,26 +116,36 @@ def main() -> None:
 
         torch.Tensor.to = to_gpu
         made = torch.tensor
-        torch.tensor = lambda data, dtype=None, device=None: to_gpu(made(data, dtype=dtype), device or "cpu")
+        torch.tensor = lambda data, dtype=None, device=None: to_gpu(
+            made(data, dtype=dtype), device or "cpu"
+        )
         prompts = [np.arange(1, 301)] * 8 + [np.arange(1, 201)]
         responses = [np.arange(1, 400 + 10 * i) for i in range(9)]
         tokens = pack(prompts, responses).to(torch.device("cuda"))
         n, ones = len(tokens.target_N), torch.ones(9, device="cuda")
-        batch = MicroBatch(tokens, torch.zeros(n, device="cuda"), ones, ones, ones, ones[0], 1, ones)
+        batch = MicroBatch(
+            tokens, torch.zeros(n, device="cuda"), ones, ones, ones, ones[0], 1, ones
+        )
         with waits:
             total, output, hidden = policy(tokens, one_pass.OnePass(TOPR(), batch, ones))
-        print(f"training forward: loss {total.dtype} on {total.device}, hidden {hidden.dtype} {tuple(hidden.shape)}")
+        print(
+            f"training forward: loss {total.dtype} on {total.device}, hidden {hidden.dtype} {tuple(hidden.shape)}"
+        )
         report("training forward", waits)
         output = LossOutput(*(torch.ones(9, device="cuda") for _ in output))
         last, monitor = torch.empty(hidden.shape, device="cuda"), Monitor()
         last.grad, monitor.speed = last.clone(), SimpleNamespace(count=lambda tokens: (0, 0.0))
         with waits:
-            monitor.on_after_backward(None, SimpleNamespace(step_output=StepOutput(batch, output, last)))
+            monitor.on_after_backward(
+                None, SimpleNamespace(step_output=StepOutput(batch, output, last))
+            )
         report("statistics of a micro-batch", waits)
         with torch.no_grad():
             rows = local.Rows(policy, Sampling(max_new_tokens=512), None, 16, Progress())
             drafts = [[local.Draft([], np.full(512, 0.5)) for _ in range(16)] for _ in range(4)]
-            jobs = iter([(prompt.tolist(), some) for prompt, some in zip(prompts[:4], drafts, strict=True)])
+            jobs = iter(
+                [(prompt.tolist(), some) for prompt, some in zip(prompts[:4], drafts, strict=True)]
+            )
             with waits:
                 ready = rows.prefill(jobs)
                 rows.append(rows.start(dict(enumerate(ready))), list(range(16)))

@@ -59,7 +59,9 @@ class Setting:
         if folder.exists():
             return folder
         with torch.device("meta"):
-            model = LlamaForCausalLM(config(*((64, 2, 512, 128, 4, 2, True) if self.small else SHAPES[name])))
+            model = LlamaForCausalLM(
+                config(*((64, 2, 512, 128, 4, 2, True) if self.small else SHAPES[name]))
+            )
         model.to(torch.bfloat16).to_empty(device=self.device)
         model.tie_weights()  # `to_empty` unties them
         torch.manual_seed(0)
@@ -75,10 +77,15 @@ def tests(setting: Setting) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "--timeout", "120"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    counts |= {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped)", done.stdout)}
+    counts |= {
+        name: int(count)
+        for count, name in re.findall(r"(\d+) (passed|failed|skipped)", done.stdout)
+    }
     setting.record(**counts)
     if done.returncode:
-        raise SystemExit("\n".join(re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)) or done.stdout[-500:])
+        raise SystemExit(
+            "\n".join(re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)) or done.stdout[-500:]
+        )
 
 
 def attention(setting: Setting) -> None:
@@ -90,10 +97,15 @@ def attention(setting: Setting) -> None:
     from topr.batching import pack
     from topr.policy.shared_prompts import Spans, attend
 
-    rng, dtype = np.random.default_rng(0), torch.bfloat16 if setting.device.type == "cuda" else torch.float32
+    rng, dtype = (
+        np.random.default_rng(0),
+        torch.bfloat16 if setting.device.type == "cuda" else torch.float32,
+    )
     scale, width = (1, 16) if setting.small else (20, 128)
     prompts = [np.arange(10 * scale)] * 4 + [np.arange(7 * scale)] + [np.arange(3 * scale)] * 3
-    tokens = pack(prompts, [np.arange(n) for n in rng.integers(2 * scale, 20 * scale, len(prompts))])
+    tokens = pack(
+        prompts, [np.arange(n) for n in rng.integers(2 * scale, 20 * scale, len(prompts))]
+    )
     length = len(tokens.input_ids_L)
     distance = torch.arange(length)[:, None] - torch.arange(length)
     seen = torch.zeros(length, length, dtype=torch.bool)
@@ -104,28 +116,47 @@ def attention(setting: Setting) -> None:
     for heads, groups, window in [(32, 32, None), (32, 8, None), (32, 8, 8 * scale), (8, 1, None)]:
         mask = seen if window is None else seen & (position[:, None] - position < window)
         torch.manual_seed(0)
-        given = [torch.randn(1, n, length, width, device=setting.device) for n in (heads, groups, groups)]
+        given = [
+            torch.randn(1, n, length, width, device=setting.device) for n in (heads, groups, groups)
+        ]
         upward = torch.randn(1, heads, length, width, device=setting.device)
 
-        def run(kind: torch.dtype, ours: bool, given=given, upward=upward, mask=mask, window=window) -> list:
+        def run(
+            kind: torch.dtype, ours: bool, given=given, upward=upward, mask=mask, window=window
+        ) -> list:
             inputs = [tensor.to(kind).requires_grad_() for tensor in given]
             if ours:
-                out = attend(None, *inputs, None, sliding_window=window, spans=Spans(tokens.spans))[0].transpose(1, 2)
+                out = attend(None, *inputs, None, sliding_window=window, spans=Spans(tokens.spans))[
+                    0
+                ].transpose(1, 2)
             else:
-                out = F.scaled_dot_product_attention(*inputs, attn_mask=mask.to(setting.device), enable_gqa=True)
+                out = F.scaled_dot_product_attention(
+                    *inputs, attn_mask=mask.to(setting.device), enable_gqa=True
+                )
             return [out.detach(), *torch.autograd.grad(out, inputs, upward.to(kind))]
 
         exact, ours, torchs = run(torch.float64, False), run(dtype, True), run(dtype, False)
-        errors = [[((a - b).abs().max() / b.abs().max()).item() for a, b in zip(x, exact)] for x in (ours, torchs)]  # noqa: B905
+        errors = [
+            [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(x, exact)]
+            for x in (ours, torchs)
+        ]  # noqa: B905
         names = ("value", "d query", "d key", "d value")
-        row = {f"error of {name}": f"{a:.1e} (torch {b:.1e})" for name, a, b in zip(names, *errors, strict=True)}
+        row = {
+            f"error of {name}": f"{a:.1e} (torch {b:.1e})"
+            for name, a, b in zip(names, *errors, strict=True)
+        }
         setting.record(heads=heads, key_heads=groups, window=window, tokens=length, **row)
         if any(a > 2 * b + 1e-5 for a, b in zip(*errors, strict=True)):
             raise SystemExit("an error is more than twice that of torch")
 
 
 def train(
-    setting: Setting, name: str = "1B", *, padded: bool = False, compiled: bool = False, sharded: bool = False
+    setting: Setting,
+    name: str = "1B",
+    *,
+    padded: bool = False,
+    compiled: bool = False,
+    sharded: bool = False,
 ) -> None:
     """Training on random trajectories, 8 to a prompt: the median of all updates but the first two, in bf16-mixed."""
     import torch
@@ -142,9 +173,15 @@ def train(
     from topr.trajectories import Trajectory, write_trajectories
 
     rng, length = np.random.default_rng(0), 4 if setting.small else 200
-    vocabulary, batch_size, updates = (500, 16, 4) if setting.small else (128000, 32 if name == "8B" else 64, 7)
+    vocabulary, batch_size, updates = (
+        (500, 16, 4) if setting.small else (128000, 32 if name == "8B" else 64, 7)
+    )
     large = name == "8B"
-    gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9 if setting.device.type == "cuda" else 0
+    gigabytes = (
+        torch.cuda.get_device_properties(0).total_memory / 1e9
+        if setting.device.type == "cuda"
+        else 0
+    )
     lora = LoRA() if large and gigabytes < 130 else None
     if padded:
         shared_prompts.enable_if_exact = lambda *_: None
@@ -154,7 +191,9 @@ def train(
             prompt = rng.integers(0, vocabulary, rng.integers(length // 2, 2 * length)).tolist()
         response = rng.integers(0, vocabulary, rng.integers(length // 2, 3 * length)).tolist()
         sampled = ("prompt", prompt, "response", response, [-np.log(vocabulary)] * len(response))
-        rows.append(Trajectory(str(i // 8), str(i // 8), *sampled, reward=(-1.0) ** i, finished=True))
+        rows.append(
+            Trajectory(str(i // 8), str(i // 8), *sampled, reward=(-1.0) ** i, finished=True)
+        )
     file = setting.folder / f"{os.getpid()}.parquet"
     write_trajectories(file, rows, {})
     measured: list[dict[str, float]] = []
@@ -166,10 +205,14 @@ def train(
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step > len(measured):
                 found = trainer.callback_metrics.items()
-                measured.append({key: float(value) for key, value in found if key.startswith("speed/")})
+                measured.append(
+                    {key: float(value) for key, value in found if key.startswith("speed/")}
+                )
 
     measure = Measure()
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1) if sharded else "auto"
+    strategy = (
+        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1) if sharded else "auto"
+    )
     optimizer: Any = Adafactor if large and lora is None else torch.optim.AdamW
     Trainer(
         accelerator="auto", devices=1, strategy=strategy, precision="bf16-mixed", max_epochs=1, log_every_n_steps=1,
@@ -185,11 +228,27 @@ def train(
             microbatch_tokens=500 if setting.small else 8192 if large else 16384,
         ),
     )  # fmt: skip
-    speeds = [[step[f"speed/{key}"] for step in measured[2:]] for key in ("tokens_per_s", "utilisation")]
-    peak, expected = max(step["speed/peak_memory_gb"] for step in measured), measure.estimate["fit"] / 1e9
-    row = {"model": name, "trained": "adapters" if lora else "all weights", "updates": len(measured)}
-    row |= {"tokens/s": round(statistics.median(speeds[0])), "utilisation": round(statistics.median(speeds[1]), 3)}
-    row |= {"peak GB": round(peak, 2), "estimated GB": round(expected, 2), "ratio": round(expected / peak, 3)}
+    speeds = [
+        [step[f"speed/{key}"] for step in measured[2:]] for key in ("tokens_per_s", "utilisation")
+    ]
+    peak, expected = (
+        max(step["speed/peak_memory_gb"] for step in measured),
+        measure.estimate["fit"] / 1e9,
+    )
+    row = {
+        "model": name,
+        "trained": "adapters" if lora else "all weights",
+        "updates": len(measured),
+    }
+    row |= {
+        "tokens/s": round(statistics.median(speeds[0])),
+        "utilisation": round(statistics.median(speeds[1]), 3),
+    }
+    row |= {
+        "peak GB": round(peak, 2),
+        "estimated GB": round(expected, 2),
+        "ratio": round(expected / peak, 3),
+    }
     setting.record(**row)
 
 
@@ -205,7 +264,11 @@ def sample(setting: Setting) -> None:
 
     with own_device():
         policy = load_policy(str(setting.policy("1B"))).eval()
-    model = AutoModelForCausalLM.from_pretrained(setting.policy("1B"), dtype=torch.bfloat16).to(setting.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(setting.policy("1B"), dtype=torch.bfloat16)
+        .to(setting.device)
+        .eval()
+    )
     vocabulary, most = model.config.vocab_size, 16 if setting.small else 256
     ends = list(range(vocabulary // (8 if setting.small else 64)))
     policy.model.generation_config.eos_token_id = model.generation_config.eos_token_id = ends
@@ -220,7 +283,9 @@ def sample(setting: Setting) -> None:
         ids, mask = torch.zeros(2, rows, width, dtype=torch.long, device=setting.device)
         for i, prompt in enumerate(batch):
             ids[i, -len(prompt) :], mask[i, -len(prompt) :] = torch.tensor(prompt), 1
-        output = model.generate(ids, attention_mask=mask, do_sample=True, pad_token_id=0, **options)[:, width:]
+        output = model.generate(
+            ids, attention_mask=mask, do_sample=True, pad_token_id=0, **options
+        )[:, width:]
         ended = (output < len(ends)).int().cummax(dim=1).values
         return rows, int((1 - ended).sum() + ended[:, -1].sum())
 
@@ -230,8 +295,12 @@ def sample(setting: Setting) -> None:
 
     def continuous(rows: int) -> tuple[int, int]:
         config = GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=0, **options)
-        blocks = ContinuousBatchingConfig(num_blocks=32) if setting.small else None  # otherwise 90% of what is free
-        found = model.generate_batch([prompt for prompt in prompts[:rows] for _ in range(4)], config, blocks)
+        blocks = (
+            ContinuousBatchingConfig(num_blocks=32) if setting.small else None
+        )  # otherwise 90% of what is free
+        found = model.generate_batch(
+            [prompt for prompt in prompts[:rows] for _ in range(4)], config, blocks
+        )
         return len(found), sum(len(output.generated_tokens) for output in found.values())
 
     for rows in (4, 8) if setting.small else (64, 256, 512):
@@ -246,10 +315,15 @@ def sample(setting: Setting) -> None:
                 weights = torch.cuda.memory_allocated()
             began = time.perf_counter()
             try:
-                with torch.no_grad(), torch.autocast(setting.device.type, torch.bfloat16, enabled=name == "ours"):
+                with (
+                    torch.no_grad(),
+                    torch.autocast(setting.device.type, torch.bfloat16, enabled=name == "ours"),
+                ):
                     responses, tokens = engine(rows)
             except Exception as error:  # a peer's fault must not hide our figures
-                setting.record(engine=name, rows=rows, error=f"{type(error).__name__}: {error}"[:100])
+                setting.record(
+                    engine=name, rows=rows, error=f"{type(error).__name__}: {error}"[:100]
+                )
                 if name == "ours":
                     raise
                 continue
@@ -257,7 +331,9 @@ def sample(setting: Setting) -> None:
             row = {"engine": name, "rows": rows, "responses": responses, "tokens": tokens}
             row |= {"seconds": round(seconds, 1), "tokens/s": round(tokens / seconds)}
             if setting.device.type == "cuda":
-                row["GB beside weights"] = round((torch.cuda.max_memory_allocated() - weights) / 1e9, 1)
+                row["GB beside weights"] = round(
+                    (torch.cuda.max_memory_allocated() - weights) / 1e9, 1
+                )
             setting.record(**row)
 
 
@@ -280,7 +356,9 @@ def run_part(name: str, folder: Path, small: bool, limit: float) -> dict[str, An
     command = [sys.executable, __file__, "--part", name, "--folder", folder] + ["--small"] * small
     with (folder / f"{name}.log").open("w+") as log:
         # a session of its own, so that the time limit ends what it has started as well
-        process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [*map(str, command)], stdout=log, stderr=log, start_new_session=True
+        )
         try:
             code, outcome = process.wait(limit), "ran"
         except subprocess.TimeoutExpired:
@@ -291,12 +369,17 @@ def run_part(name: str, folder: Path, small: bool, limit: float) -> dict[str, An
     if code > 0:
         outcome = f"failed: {lines[-1] if lines else f'exit code {code}'}"
     done = {"outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}
-    return done | {"rows": [json.loads(line) for line in rows.read_text().splitlines()], "log": lines[-40:]}
+    return done | {
+        "rows": [json.loads(line) for line in rows.read_text().splitlines()],
+        "log": lines[-40:],
+    }
 
 
 def report(about: dict[str, str], parts: dict[str, dict[str, Any]]) -> str:
     """gpu.md."""
-    versions = ", ".join(f"{key} {about[key]}" for key in ("torch", "lightning", "transformers", "python"))
+    versions = ", ".join(
+        f"{key} {about[key]}" for key in ("torch", "lightning", "transformers", "python")
+    )
     text = f"# {about['device']}\n\n`{about['command']}`, commit {about['commit']}, {about['date']}; {versions}.\n"
     for name, part in parts.items():
         function, _, title = PARTS[name]
@@ -306,7 +389,10 @@ def report(about: dict[str, str], parts: dict[str, dict[str, Any]]) -> str:
             text += f"\n**This part {part['outcome']}.**\n"
         if columns := list(dict.fromkeys(key for row in part["rows"] for key in row)):
             lines = [columns, ["---"] * len(columns)]
-            lines += [["–" if row.get(key) is None else row[key] for key in columns] for row in part["rows"]]
+            lines += [
+                ["–" if row.get(key) is None else row[key] for key in columns]
+                for row in part["rows"]
+            ]
             text += "\n" + "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
     return text
 
@@ -320,7 +406,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         with (args.folder / f"{args.part}.jsonl").open("a", buffering=1) as rows:
-            setting = Setting(args.folder, args.small, lambda **row: print(json.dumps(row), file=rows))
+            setting = Setting(
+                args.folder, args.small, lambda **row: print(json.dumps(row), file=rows)
+            )
             return PARTS[args.part][0](setting)
 
     import lightning
@@ -329,7 +417,9 @@ def main() -> None:
 
     if not args.small and not torch.cuda.is_available():
         raise SystemExit("no GPU; --small tries every part without one")
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     about = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
         "command": "python tests/gpu.py" + " --small" * args.small, "commit": commit.stdout.strip() or "unknown",
@@ -347,7 +437,9 @@ def main() -> None:
             else:
                 parts[name] = run_part(name, Path(folder), args.small, min(limit, left))
             print(f"{title}: {parts[name]['outcome']}, {parts[name]['seconds']} s", flush=True)
-            (args.out / "gpu.json").write_text(json.dumps(about | {"parts": parts}, indent=1) + "\n")
+            (args.out / "gpu.json").write_text(
+                json.dumps(about | {"parts": parts}, indent=1) + "\n"
+            )
             (args.out / "gpu.md").write_text(report(about, parts))
     sys.exit(any(part["outcome"] != "ran" for part in parts.values()))
 

@@ -65,7 +65,10 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
         for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage()) not in self.known
+            ):
                 self.known[storage] = None
                 self.add(storage.nbytes())
                 weakref.finalize(storage, self.add, -storage.nbytes())
@@ -76,7 +79,9 @@ class Allocated(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def config(hidden: int, layers: int, vocabulary: int, intermediate=0, heads=0, groups=0, tied=False) -> LlamaConfig:
+def config(
+    hidden: int, layers: int, vocabulary: int, intermediate=0, heads=0, groups=0, tied=False
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=tied,
         intermediate_size=intermediate or hidden * 8 // 3 // 64 * 64, num_attention_heads=heads or hidden // 64,
@@ -84,14 +89,20 @@ def config(hidden: int, layers: int, vocabulary: int, intermediate=0, heads=0, g
     )  # fmt: skip
 
 
-def validate(folder: Path, name: str, *, checkpointing=False, lora=False, adafactor=False, bfloat16=False) -> float:
+def validate(
+    folder: Path, name: str, *, checkpointing=False, lora=False, adafactor=False, bfloat16=False
+) -> float:
     """Two updates of two micro-batches each; estimated over allocated bytes."""
     policy, file = folder / name, folder / "train.parquet"
     rng, trajectories = np.random.default_rng(0), []
     if not policy.exists():
-        export_policy(Policy(LlamaForCausalLM(config(*SIZES[name])), make_tokenizer(), name), policy)
+        export_policy(
+            Policy(LlamaForCausalLM(config(*SIZES[name])), make_tokenizer(), name), policy
+        )
     for i in range(12):
-        prompt, response = (rng.integers(0, 10, int(rng.integers(100, 300))).tolist() for _ in range(2))
+        prompt, response = (
+            rng.integers(0, 10, int(rng.integers(100, 300))).tolist() for _ in range(2)
+        )
         sampled = ("prompt", prompt, "response", response, [-5.0] * len(response))
         trajectories.append(Trajectory(str(i), str(i), *sampled, reward=(-1.0) ** i, finished=True))
     write_trajectories(file, trajectories, {})
@@ -100,19 +111,28 @@ def validate(folder: Path, name: str, *, checkpointing=False, lora=False, adafac
         str(policy), Arithmetic(), TOPR(), optimizer, lora=LoRA() if lora else None,
         activation_checkpointing=checkpointing,
     )  # fmt: skip
-    data = TrajectoryDataModule(str(policy), TOPR(), Arithmetic(), str(file), batch_size=6, microbatch_tokens=2048)
+    data = TrajectoryDataModule(
+        str(policy), TOPR(), Arithmetic(), str(file), batch_size=6, microbatch_tokens=2048
+    )
     allocated, found = Allocated(), {}
 
     class Measure(Callback):
         def on_train_start(self, trainer, module):
             largest = max(
-                (b.tokens for b in data.train_dataloader().batches), key=lambda tokens: len(tokens.input_ids_L)
+                (b.tokens for b in data.train_dataloader().batches),
+                key=lambda tokens: len(tokens.input_ids_L),
             )
             settings = {"checkpointing": checkpointing, "bfloat16": bfloat16}
-            settings |= {"tokens": len(largest.input_ids_L), "response_tokens": len(largest.target_N)}
+            settings |= {
+                "tokens": len(largest.input_ids_L),
+                "response_tokens": len(largest.target_N),
+            }
             found.update(
                 memory.peak_memory(
-                    module.policy, memory.state_size(optimizer), microbatches=data.microbatches(0), **settings
+                    module.policy,
+                    memory.state_size(optimizer),
+                    microbatches=data.microbatches(0),
+                    **settings,
                 )
             )
             allocated.__enter__()
@@ -126,7 +146,12 @@ def validate(folder: Path, name: str, *, checkpointing=False, lora=False, adafac
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
         callbacks=[Measure()],
     ).fit(module, data)  # fmt: skip
-    settings = {"checkpointing": checkpointing, "lora": lora, "adafactor": adafactor, "bfloat16": bfloat16}
+    settings = {
+        "checkpointing": checkpointing,
+        "lora": lora,
+        "adafactor": adafactor,
+        "bfloat16": bfloat16,
+    }
     return compare(name, settings, found["fit"], allocated.peak)
 
 
@@ -142,12 +167,24 @@ def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=F
         policy.model.activation_checkpointing_enable({"use_reentrant": False})
     policy.train()
     # fused: the others read the number of the step, which has no data
-    make = partial(Adafactor, lr=1e-6) if adafactor else partial(torch.optim.AdamW, lr=1e-6, fused=True)
+    make = (
+        partial(Adafactor, lr=1e-6)
+        if adafactor
+        else partial(torch.optim.AdamW, lr=1e-6, fused=True)
+    )
     state, allocated = memory.state_size(make), Allocated()
     part = tokens // 9  # a prompt and eight responses
     row = pack([np.zeros(part, dtype=int)] * 8, [np.zeros(part, dtype=int)] * 8)
-    settings = {"tokens": 9 * part, "response_tokens": 8 * part, "microbatches": 2, "bfloat16": True}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    settings = {
+        "tokens": 9 * part,
+        "response_tokens": 8 * part,
+        "microbatches": 2,
+        "bfloat16": True,
+    }
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    ):
         policy.model.to_empty(device="cpu")
         policy.model.tie_weights()  # `to_empty` unties them
         found = memory.peak_memory(policy, state, checkpointing=checkpointing, **settings)
@@ -155,7 +192,11 @@ def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=F
             trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
             sum(parameter.sum() for parameter in policy.parameters())  # seen by now
             optimizer, ones_B, zeros_N = make(trained), torch.ones(8), torch.zeros(8 * part)
-            tensors = {key: value for key, value in row._asdict().items() if isinstance(value, torch.Tensor)}
+            tensors = {
+                key: value
+                for key, value in row._asdict().items()
+                if isinstance(value, torch.Tensor)
+            }
             fakes = row._replace(**{key: mode.from_tensor(value) for key, value in tensors.items()})
             batch = MicroBatch(fakes, zeros_N, ones_B, ones_B, ones_B, ones_B[0], 2, ones_B)
             for i in range(4):
@@ -170,7 +211,10 @@ def fake(name: str, tokens: int, *, checkpointing=False, lora=False, adafactor=F
 
 def compare(name: str, settings: dict[str, bool | str], estimated: float, measured: float) -> float:
     about = ", ".join(f"{key} {value}" for key, value in settings.items() if value) or "plain"
-    ratio, sizes = estimated / measured, f"measured {measured / 1e9:6.2f} GB, estimated {estimated / 1e9:6.2f} GB"
+    ratio, sizes = (
+        estimated / measured,
+        f"measured {measured / 1e9:6.2f} GB, estimated {estimated / 1e9:6.2f} GB",
+    )
     print(f"{name:8} {about:40} {sizes}, ratio {ratio:.3f}", flush=True)
     return ratio
 
@@ -198,9 +242,12 @@ def table(folder: Path) -> None:
         cells = []
         for count, size in DEVICES:
             peaks = [
-                max(map(estimate(folder / name, name, count, lora).get, ("fit", "sample"))) for lora in (False, True)
+                max(map(estimate(folder / name, name, count, lora).get, ("fit", "sample")))
+                for lora in (False, True)
             ]
-            cells.append(", ".join(f"{peak / 1e9:.0f}" + "*" * (peak > 0.92e9 * size) for peak in peaks))
+            cells.append(
+                ", ".join(f"{peak / 1e9:.0f}" + "*" * (peak > 0.92e9 * size) for peak in peaks)
+            )
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

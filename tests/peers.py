@@ -33,9 +33,15 @@ def read(folder: Path) -> list[dict]:
 def datasets_of(arm: str, rows: list[dict]) -> list[dict]:
     """The trajectories in the form that a trainer asks for."""
     if arm == "kto":
-        rows = random.Random(0).sample(rows, len(rows))  # it pairs neighbours for its KL term: they shall differ
+        rows = random.Random(0).sample(
+            rows, len(rows)
+        )  # it pairs neighbours for its KL term: they shall differ
         return [
-            {"prompt": text(r["prompt_ids"]), "completion": text(r["response_ids"]), "label": r["reward"] > 0}
+            {
+                "prompt": text(r["prompt_ids"]),
+                "completion": text(r["response_ids"]),
+                "label": r["reward"] > 0,
+            }
             for r in rows
         ]
     if arm == "sft":
@@ -52,9 +58,16 @@ def datasets_of(arm: str, rows: list[dict]) -> list[dict]:
     if arm == "grpo":
         return [{"prompt": text(g[0]["prompt_ids"]), "rollouts": g} for g in groups.values()]
     return [
-        {"prompt": text(a["prompt_ids"]), "chosen": text(a["response_ids"]), "rejected": text(b["response_ids"])}
+        {
+            "prompt": text(a["prompt_ids"]),
+            "chosen": text(a["response_ids"]),
+            "rejected": text(b["response_ids"]),
+        }
         for group in groups.values()
-        for a, b in zip(*([r for r in group if (r["reward"] > 0) == good] for good in (True, False)), strict=True)
+        for a, b in zip(
+            *([r for r in group if (r["reward"] > 0) == good] for good in (True, False)),
+            strict=True,
+        )
     ]
 
 
@@ -63,10 +76,16 @@ def counted(trainer: type, turns: Turns) -> type:
 
     class Counted(trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            masks = [inputs[name] for name in ("attention_mask", "prompt_mask", "completion_mask") if name in inputs]
+            masks = [
+                inputs[name]
+                for name in ("attention_mask", "prompt_mask", "completion_mask")
+                if name in inputs
+            ]
             if "attention_mask" in inputs:
                 masks = masks[:1]
-            turns.tokens += sum(int(mask.sum()) for mask in masks) if masks else inputs["input_ids"].numel()
+            turns.tokens += (
+                sum(int(mask.sum()) for mask in masks) if masks else inputs["input_ids"].numel()
+            )
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     return Counted
@@ -87,10 +106,14 @@ def with_stored_rollouts(trainer: type) -> type:
                 seen[example["prompt"]] += 1
 
             def padded(name: str, side: str = "right") -> torch.Tensor:
-                return pad_sequence([torch.tensor(r[name]) for r in rows], batch_first=True, padding_side=side)
+                return pad_sequence(
+                    [torch.tensor(r[name]) for r in rows], batch_first=True, padding_side=side
+                )
 
             def mask(name: str, side: str = "right") -> torch.Tensor:
-                return pad_sequence([torch.ones(len(r[name]), dtype=int) for r in rows], True, padding_side=side)
+                return pad_sequence(
+                    [torch.ones(len(r[name]), dtype=int) for r in rows], True, padding_side=side
+                )
 
             completion_mask = mask("response_ids")
             return {
@@ -108,11 +131,15 @@ def with_stored_rollouts(trainer: type) -> type:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("arm", help="kto, dpo, grpo or sft; kto+ref and dpo+ref score the reference beforehand")
+    parser.add_argument(
+        "arm", help="kto, dpo, grpo or sft; kto+ref and dpo+ref score the reference beforehand"
+    )
     parser.add_argument("folder", type=Path, help="policy and trajectories, by benchmark.py")
     parser.add_argument("--batch-size", type=int, required=True, help="trajectories per update")
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--per-device", type=int, help="trajectories of one forward (sft: tokens of a packed row)")
+    parser.add_argument(
+        "--per-device", type=int, help="trajectories of one forward (sft: tokens of a packed row)"
+    )
     args = parser.parse_args()
     arm, _, reference = args.arm.partition("+")
     import torch
@@ -138,7 +165,10 @@ def main() -> None:
     more, keywords = {}, {}
     if arm == "sft":
         tokens = sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in rows)
-        length = max(args.per_device or PACKED_LENGTH, *(len(r["prompt_ids"]) + len(r["response_ids"]) for r in rows))
+        length = max(
+            args.per_device or PACKED_LENGTH,
+            *(len(r["prompt_ids"]) + len(r["response_ids"]) for r in rows),
+        )
         per_device, accumulate = 1, max(1, round(tokens / len(rows) * args.batch_size / length))
         more = {"packing": True, "max_length": length, "loss_type": "nll"}
     else:
@@ -147,7 +177,10 @@ def main() -> None:
         per_device //= 2 if arm == "dpo" else 1  # in pairs
     if arm == "grpo":
         more = {"num_generations": 4, "steps_per_generation": 1, "beta": 0.0}
-        trainer, keywords = with_stored_rollouts(trainer), {"reward_funcs": lambda completions, **_: [0.0]}
+        trainer, keywords = (
+            with_stored_rollouts(trainer),
+            {"reward_funcs": lambda completions, **_: [0.0]},
+        )
     if arm in ("kto", "dpo"):
         more = {"max_length": None, "precompute_ref_log_probs": bool(reference)}
     settings = config(

@@ -38,7 +38,9 @@ def run(arguments: list, sigterm: int | None = None, largest_shard: int | None =
         try:
             save(*given, **more)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
 
     Monitor.on_after_backward, dcp.save = interrupted, limited if largest_shard else save
     sys.argv = ["train.py", *map(str, arguments)]

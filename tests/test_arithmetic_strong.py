@@ -92,7 +92,10 @@ def test_a_demonstration_holds_twenty_six_nats_of_wording(task, demonstrations):
     # 3.25 operations, of which 1% are left out, of 5 log 4 + log 3 nats
     assert per_sequence == pytest.approx(3.25 * 0.99 * (5 * np.log(4) + np.log(3)), abs=0.4)
     plain = Arithmetic(operations=(2, 5))
-    assert "".join(plain.demonstration("9+3*2>", NONE, np.random.default_rng(0))[0]) == "9+3=12;12*2=24;#24"
+    assert (
+        "".join(plain.demonstration("9+3*2>", NONE, np.random.default_rng(0))[0])
+        == "9+3=12;12*2=24;#24"
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,9 @@ def test_bugs_are_systematic_and_occur_at_their_rates(task, demonstrations):
     rules = yaml.safe_load(CONFIG.read_text())["model"]["task"]["init_args"]["errors"]["bugs"]
     assert len(rules) == 6 and {rule["operator"] for rule in rules} == set("+-*")
     for (value, symbol, operand), counts in results.items():
-        wrong = Counter({result: n for result, n in counts.items() if result != right[symbol](value, operand)})
+        wrong = Counter(
+            {result: n for result, n in counts.items() if result != right[symbol](value, operand)}
+        )
         steps += counts.total()
         rule = next((i for i, r in enumerate(rules) if applies(r, symbol, operand)), None)
         units = right[symbol](value % 10, operand)
@@ -138,7 +143,9 @@ def test_bugs_are_systematic_and_occur_at_their_rates(task, demonstrations):
         slips += wrong.total() - wrong[systematic]
     rates = np.array([rule["rate"] for rule in rules])
     assert could.min() > 150
-    assert (np.abs(made / could - 0.99 * rates) < 4 * np.sqrt(rates * (1 - rates) / could)).all()  # 1% are slips
+    assert (
+        np.abs(made / could - 0.99 * rates) < 4 * np.sqrt(rates * (1 - rates) / could)
+    ).all()  # 1% are slips
     assert rates.min() >= 0.15 and rates.max() <= 0.6
     assert slips / steps == pytest.approx(0.01, abs=0.003)
 
@@ -147,7 +154,9 @@ def test_slips_apart_one_in_a_hundred_operations_is_skipped_and_one_answer_missi
     operations = sum(len(re.findall(r"[-+*]", prompt)) for prompt, _ in demonstrations)
     written = sum(len(STEP.findall(text)) for _, text in demonstrations)
     assert 1 - written / operations == pytest.approx(0.01, abs=0.003)
-    assert np.mean(["#" not in text for _, text in demonstrations]) == pytest.approx(0.01, abs=0.004)
+    assert np.mean(["#" not in text for _, text in demonstrations]) == pytest.approx(
+        0.01, abs=0.004
+    )
     assert all(text for _, text in demonstrations)
 
 
@@ -176,8 +185,13 @@ def test_filler_makes_no_hostile_answer_pass(task, response, grade):
     assert task.grade(response, "20") == grade
 
 
-def test_demonstrations_without_errors_are_right_in_the_tokenizer_s_symbols_and_no_longer_than_sampling_allows(task):
-    tokenizer, rng = make_tokenizer(task.filler.symbols + task.filler.separators), np.random.default_rng(0)
+def test_demonstrations_without_errors_are_right_in_the_tokenizer_s_symbols_and_no_longer_than_sampling_allows(
+    task,
+):
+    tokenizer, rng = (
+        make_tokenizer(task.filler.symbols + task.filler.separators),
+        np.random.default_rng(0),
+    )
     assert len(tokenizer) == len(set(tokenizer.get_vocab())) == 20 + 18
     longest = 0
     for _ in range(500):
@@ -185,7 +199,11 @@ def test_demonstrations_without_errors_are_right_in_the_tokenizer_s_symbols_and_
         text, finished = task.demonstration(problem.prompt, NONE, rng)
         ids = tokenizer(text)["input_ids"]
         assert finished and task.grade(text, problem.gold).reward == 1
-        assert len(ids) == len(text) and tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+        assert (
+            len(ids) == len(text)
+            and tokenizer.decode(ids) == text
+            and tokenizer.unk_token_id not in ids
+        )
         longest = max(longest, len(ids) + 1)
     assert 60 < longest <= task.sampling.max_new_tokens
 
@@ -210,26 +228,55 @@ def test_impossible_settings_are_refused(run, settings):
         configured(Path("bad.yaml"))
 
 
-@pytest.mark.parametrize("text", ["", "x", "[1]", "model: {}", "model: {task: topr.tasks.GSM8K}", "{", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "[1]", "model: {}", "model: {task: topr.tasks.GSM8K}", "{", "\0"]
+)
 def test_a_config_without_the_task_is_refused(run, text):
     Path("bad.yaml").write_text(text)
     rejected(run, "model.task", "--config", "bad.yaml", "--out", "out", main=main)
 
 
-@pytest.mark.parametrize("arguments", [["--lr", "1", "2"], ["--lr", "-1"], ["--steps", "0"], ["--samples", "-1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--lr", "1", "2"], ["--lr", "-1"], ["--steps", "0"], ["--samples", "-1"]]
+)
 def test_impossible_stages_are_refused(run, arguments):
     rejected(run, arguments[0].removeprefix("--"), "--out", "out", *arguments, main=main)
 
 
 def test_the_command_makes_the_configured_task_the_same_twice(run, tmp_path, task):
-    small = ["--steps", 2, 1, "--lr", 1e-3, 1e-4, "--batch-size", 8, "--train", 4, "--val", 2, "--test", 2]
+    small = [
+        "--steps",
+        2,
+        1,
+        "--lr",
+        1e-3,
+        1e-4,
+        "--batch-size",
+        8,
+        "--train",
+        4,
+        "--val",
+        2,
+        "--test",
+        2,
+    ]
     for name in ("one", "two"):
-        code, _, err = run(main, "--config", CONFIG, "--out", tmp_path / name, *small, "--samples", 0)
+        code, _, err = run(
+            main, "--config", CONFIG, "--out", tmp_path / name, *small, "--samples", 0
+        )
         assert code == 0, err
-    files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
-    assert {"train.jsonl", "val.jsonl", "test.jsonl"} < set(map(str, files)) and "train.parquet" not in map(str, files)
+    files = {
+        path.relative_to(tmp_path / "one")
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file()
+    }
+    assert {"train.jsonl", "val.jsonl", "test.jsonl"} < set(
+        map(str, files)
+    ) and "train.parquet" not in map(str, files)
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), (
+            file
+        )
     tokenizer = load_tokenizer(str(tmp_path / "one" / "base"))
     assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(
         make_tokenizer(task.filler.symbols + task.filler.separators)
@@ -244,15 +291,23 @@ def test_the_config_samples_and_evaluates_responses_of_the_task_s_length(task):
 
 
 def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy():
-    splits = {split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")}
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 500, "val": 200, "test": 500}
+    splits = {
+        split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")
+    }
+    assert {split: len(rows) for split, rows in splits.items()} == {
+        "train": 500,
+        "val": 200,
+        "test": 500,
+    }
     prompts = [problem.prompt for rows in splits.values() for problem in rows]
     assert len(set(prompts)) == len(prompts) == 1200
     for split, rows in splits.items():
         assert {split_of(problem.prompt) for problem in rows} == {split}
     rng = np.random.default_rng(0)
     taught = [prompt for prompt, _ in zip(configured(CONFIG).base(rng), range(2000), strict=False)]
-    assert not set(taught) & set(prompts) and {len(re.findall(r"[-+*]", prompt)) for prompt in taught} == {2, 3, 4, 5}
+    assert not set(taught) & set(prompts) and {
+        len(re.findall(r"[-+*]", prompt)) for prompt in taught
+    } == {2, 3, 4, 5}
 
 
 def test_the_shipped_base_is_strong_and_of_high_entropy(task):

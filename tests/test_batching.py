@@ -14,7 +14,9 @@ def data(groups: int = 40, seed: int = 0):
 
 
 def plan(group, positive, **changes):
-    return epoch_plan(group, positive, **{"batch_size": 16, "grouping": "none", "seed": 0, "epoch": 0} | changes)
+    return epoch_plan(
+        group, positive, **{"batch_size": 16, "grouping": "none", "seed": 0, "epoch": 0} | changes
+    )
 
 
 def same(one, other) -> bool:
@@ -25,8 +27,12 @@ def same(one, other) -> bool:
 def test_plan_is_a_pure_function_and_shuffles_each_epoch(grouping):
     group, positive = data()
     assert same(plan(group, positive, grouping=grouping), plan(group, positive, grouping=grouping))
-    assert not same(plan(group, positive, grouping=grouping), plan(group, positive, grouping=grouping, epoch=1))
-    assert not same(plan(group, positive, grouping=grouping), plan(group, positive, grouping=grouping, seed=1))
+    assert not same(
+        plan(group, positive, grouping=grouping), plan(group, positive, grouping=grouping, epoch=1)
+    )
+    assert not same(
+        plan(group, positive, grouping=grouping), plan(group, positive, grouping=grouping, seed=1)
+    )
 
 
 @pytest.mark.parametrize("grouping", ["none", "group"])
@@ -79,9 +85,14 @@ def test_pairs_need_both_signs_in_a_group_and_room_for_two():
 def test_a_pair_counts_its_prompt_once_and_trajectories_outside_pairs_do_not_count():
     sizes = np.array([[0, 0, 1, 2], [200, 200, 200, 5], [100, 100, 100, 9000]])
     for batch, tokens in (([0, 1], 400), ([0, 2], 600)):
-        assert microbatch_count([np.array(batch)], sizes, microbatch_tokens=tokens, ranks=1, unit=2) == 1
+        assert (
+            microbatch_count([np.array(batch)], sizes, microbatch_tokens=tokens, ranks=1, unit=2)
+            == 1
+        )
         with pytest.raises(InputError, match="a pair takes up"):
-            microbatch_count([np.array(batch)], sizes, microbatch_tokens=tokens - 1, ranks=1, unit=2)
+            microbatch_count(
+                [np.array(batch)], sizes, microbatch_tokens=tokens - 1, ranks=1, unit=2
+            )
 
 
 def test_microbatch_count_is_the_least_that_fits():
@@ -108,7 +119,9 @@ def row_tokens(sizes: np.ndarray, padded: bool) -> int:
     """Tokens of a row, counted one by one."""
     if padded:
         return sum(sizes[1:].sum(axis=0).max() for _ in sizes.T)
-    return sum(n + p * (not i or sizes[0, i - 1] != number) for i, (number, p, n) in enumerate(sizes.T))
+    return sum(
+        n + p * (not i or sizes[0, i - 1] != number) for i, (number, p, n) in enumerate(sizes.T)
+    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -128,7 +141,11 @@ def test_partition_covers_everything_within_the_bound(unit, padded):
         assert all(row_tokens(sizes[:, row], padded) <= bound for row in rows)
         for row in rows:  # units stay whole
             assert np.array_equal(row // unit, np.repeat(row[::unit] // unit, unit))
-        for parts in (len(rows), len(rows) + 1, 40):  # at least as many as the bound needs: it still holds
+        for parts in (
+            len(rows),
+            len(rows) + 1,
+            40,
+        ):  # at least as many as the bound needs: it still holds
             balanced = partition(sizes, parts=parts, unit=unit, padded=padded)
             assert len(balanced) == parts and sorted(np.concatenate(balanced)) == list(range(count))
             assert all(row_tokens(sizes[:, row], padded) <= bound for row in balanced)
@@ -146,7 +163,10 @@ def test_padded_rows_hold_trajectories_of_similar_length():
     sizes = np.stack((np.zeros(6, dtype=int), np.full(6, 10), np.array([90, 5, 80, 5, 5, 0])))
     assert [row.tolist() for row in partition(sizes, 180, padded=True)] == [[5, 1, 3, 4], [2], [0]]
     assert [row.tolist() for row in partition(sizes, 200, padded=True)] == [[5, 1, 3, 4], [2, 0]]
-    assert [row.tolist() for row in partition(sizes, parts=2, padded=True)] == [[5, 1, 3, 4], [2, 0]]
+    assert [row.tolist() for row in partition(sizes, parts=2, padded=True)] == [
+        [5, 1, 3, 4],
+        [2, 0],
+    ]
     with pytest.raises(InputError, match="takes up to 100"):
         microbatch_count([np.arange(6)], sizes, microbatch_tokens=99, ranks=1, unit=1, padded=True)
 
@@ -158,7 +178,14 @@ def test_a_row_holds_each_prompt_once_and_continues_its_positions():
     assert tokens.position_ids_L.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3]
     assert tokens.trajectories == ((2, 4, 0, 2), (4, 5, 0, 2), (6, 9, 5, 6))
     assert tokens.spans == ((0, 2, 0, 0), (2, 4, 0, 2), (4, 5, 0, 2), (5, 9, 5, 5))
-    assert tokens.position_N.tolist() == [1, 2, 1, 5, 6, 7]  # of the tokens that predict the targets
+    assert tokens.position_N.tolist() == [
+        1,
+        2,
+        1,
+        5,
+        6,
+        7,
+    ]  # of the tokens that predict the targets
     assert tokens.target_N.tolist() == [8, 9, 10, 11, 12, 1]
     assert tokens.length_B.tolist() == tokens.lengths == [2, 1, 3]
     assert tokens.nominal == 4 + 3 + 4

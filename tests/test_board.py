@@ -45,8 +45,13 @@ def read(version: Path) -> EventAccumulator:
 
 def hparams(events: EventAccumulator) -> tuple[dict, list[str]]:
     """Hyperparameters of a run in the HPARAMS tab, and the tags of its metrics."""
-    found = {tag: events.SummaryMetadata(tag).plugin_data.content for tag in events.PluginTagToContent("hparams")}
-    values = metadata.parse_session_start_info_plugin_data(found[metadata.SESSION_START_INFO_TAG]).hparams
+    found = {
+        tag: events.SummaryMetadata(tag).plugin_data.content
+        for tag in events.PluginTagToContent("hparams")
+    }
+    values = metadata.parse_session_start_info_plugin_data(
+        found[metadata.SESSION_START_INFO_TAG]
+    ).hparams
     experiment = metadata.parse_experiment_plugin_data(found[metadata.EXPERIMENT_TAG])
     assert {info.name for info in experiment.hparam_infos} == set(values)  # the columns
     named = {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
@@ -58,9 +63,14 @@ def test_every_curve_of_the_layout_is_logged(fit):
     (event,) = events.Tensors("custom_scalars__config__")
     layout = Layout.FromString(event.tensor_proto.string_val[0])
     charts = [chart for category in layout.category for chart in category.chart]
-    ends = {tuple(getattr(s, name) for name in ("value", "lower", "upper")) for c in charts for s in c.margin.series}
+    ends = {
+        tuple(getattr(s, name) for name in ("value", "lower", "upper"))
+        for c in charts
+        for s in c.margin.series
+    }
     assert ends == {
-        (f"val/{name}", f"val_interval/{name}_low", f"val_interval/{name}_high") for name in ("pass@1", "invalid")
+        (f"val/{name}", f"val_interval/{name}_low", f"val_interval/{name}_high")
+        for name in ("pass@1", "invalid")
     }
     lines = {tag for chart in charts for tag in chart.multiline.tag}
     assert {"log_ratio/positives_mean", "log_ratio/negatives_mean", "gradient/norm"} < lines
@@ -91,15 +101,29 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
 @pytest.mark.slow
 def test_runs_of_another_loss_have_the_same_columns(fit):
     runs = fit("--data.val=null", "--trainer.max_steps=1")
-    fit("--data.val=null", "--trainer.max_steps=1", "--config", ROOT / "configs" / "loss" / "red_drop.yaml")
+    fit(
+        "--data.val=null",
+        "--trainer.max_steps=1",
+        "--config",
+        ROOT / "configs" / "loss" / "red_drop.yaml",
+    )
     folders = [runs / name / "version_0" for name in ("arithmetic", "arithmetic-red_drop")]
     (one, tags), (other, others) = (hparams(read(folder)) for folder in folders)
-    assert (set(one), tags) == (set(other), others) and (other["loss"], other["loss_arguments"]) == ("REDDrop", "")
+    assert (set(one), tags) == (set(other), others) and (
+        other["loss"],
+        other["loss_arguments"],
+    ) == ("REDDrop", "")
 
 
 @pytest.mark.slow
 def test_a_run_with_a_loss_overlay_is_named_after_both(fit):
-    short = ["--config", REINFORCE, "--config", "{data: {val: null, test: null}}", "--trainer.max_steps=1"]
+    short = [
+        "--config",
+        REINFORCE,
+        "--config",
+        "{data: {val: null, test: null}}",
+        "--trainer.max_steps=1",
+    ]
     assert [path.name for path in fit(*short).iterdir()] == ["arithmetic-reinforce"]
     runs = fit(*short, "--trainer.logger.init_args.name=mine")  # but for a name of its own
     fit(*short, "--trainer.logger.name=short")
@@ -119,6 +143,9 @@ def test_other_loggers_get_hyperparameters_and_figures(fit):
     after = json.loads((folder / "summary.json").read_text())["after"]
     with open(folder / "metrics.csv") as file:
         (row,) = [row for row in csv.DictReader(file) if row["test/pass@1"]]
-    assert (int(row["step"]), float(row["test/pass@1"])) == (3, after["pass@1"]) and "epoch" not in row
+    assert (int(row["step"]), float(row["test/pass@1"])) == (
+        3,
+        after["pass@1"],
+    ) and "epoch" not in row
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["loss"] == "REINFORCE"
     assert hparams(read(board))[0]["loss"] == "REINFORCE"

@@ -45,7 +45,12 @@ def ours(loss, pi, mu, advantage):
     """Losses and their gradients at the token log-probs, one array a trajectory."""
     log_probs_N = torch.tensor(np.concatenate(pi), requires_grad=True)
     length_B = torch.tensor([len(m) for m in mu])
-    output = loss(log_probs_N, torch.tensor(np.concatenate(mu)), length_B, torch.tensor(advantage, dtype=torch.float64))
+    output = loss(
+        log_probs_N,
+        torch.tensor(np.concatenate(mu)),
+        length_B,
+        torch.tensor(advantage, dtype=torch.float64),
+    )
     (gradient_N,) = torch.autograd.grad(output.loss_B.sum(), log_probs_N)
     return output, [part.numpy() for part in gradient_N.split(length_B.tolist())]
 
@@ -155,12 +160,18 @@ def test_the_reported_weight_is_what_multiplies_the_advantage_in_the_gradient(na
     advantage = loss.advantages(reward, group).astype(np.float64)
     output, gradients = ours(loss, pi, mu, advantage)
     for i in np.flatnonzero(advantage):
-        assert output.weight_B[i].item() == pytest.approx(-gradients[i].sum() / advantage[i], abs=1e-9)
-        if name.startswith(("PPO", "GRPO", "GSPO", "REC")):  # a truncated token, or sequence, has no gradient
+        assert output.weight_B[i].item() == pytest.approx(
+            -gradients[i].sum() / advantage[i], abs=1e-9
+        )
+        if name.startswith(
+            ("PPO", "GRPO", "GSPO", "REC")
+        ):  # a truncated token, or sequence, has no gradient
             assert output.truncated_B[i].item() == pytest.approx(np.mean(gradients[i] == 0))
         if name.startswith("CISPO"):  # the weight of a truncated token is not its ratio
             weight, ratio = -gradients[i] * len(pi[i]) / advantage[i], np.exp(pi[i] - mu[i])
-            assert output.truncated_B[i].item() == pytest.approx(np.mean(abs(weight - ratio) > 1e-9))
+            assert output.truncated_B[i].item() == pytest.approx(
+                np.mean(abs(weight - ratio) > 1e-9)
+            )
 
 
 @pytest.mark.parametrize("loss", [DPO(0.2), KTO(0.2)])
@@ -178,9 +189,13 @@ def test_dpo_equals_its_formula_pair_by_pair(distance):
     h = [sum(lp - m) for lp, m in zip(pi, mu, strict=True)]
     for i in range(0, 40, 2):
         margin = 0.2 * (h[i] - h[i + 1])
-        assert output.loss_B[i : i + 2].sum().item() == pytest.approx(-math.log(sigmoid(margin)), abs=1e-9)
+        assert output.loss_B[i : i + 2].sum().item() == pytest.approx(
+            -math.log(sigmoid(margin)), abs=1e-9
+        )
         for j, sign in ((i, -1), (i + 1, 1)):
-            np.testing.assert_allclose(gradients[j], sign * 0.2 * sigmoid(-margin), rtol=0, atol=1e-9)
+            np.testing.assert_allclose(
+                gradients[j], sign * 0.2 * sigmoid(-margin), rtol=0, atol=1e-9
+            )
 
 
 def of_group(reward, group, i):
@@ -188,9 +203,18 @@ def of_group(reward, group, i):
 
 
 BASELINES = {
-    "GRPO": (GRPO(), lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0),
-    "GSPO": (GSPO(), lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0),
-    "CISPO": (CISPO(1, 4), lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0),
+    "GRPO": (
+        GRPO(),
+        lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0,
+    ),
+    "GSPO": (
+        GSPO(),
+        lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0,
+    ),
+    "CISPO": (
+        CISPO(1, 4),
+        lambda r, R: (r - np.mean(R)) / (np.std(R, ddof=1) + 1e-4) if len(R) > 1 else 0,
+    ),
     "RLOO": (RLOO(), lambda r, R: r - (sum(R) - r) / (len(R) - 1) if len(R) > 1 else 0),
     "AsymRE": (AsymRE(-0.2), lambda r, R: r - (np.mean(R) - 0.2) if len(R) > 1 else 0),
     "RED-Weight": (REDWeight(2.0), lambda r, R: (r - np.mean(R)) * math.exp((r - np.mean(R)) / 2)),
@@ -221,7 +245,10 @@ def test_groups_of_equal_rewards_have_no_gradient_and_are_counted():
 def test_red_drop_balances_groups_at_random():
     group = np.repeat(np.arange(200), 8)
     reward = np.where(np.tile(np.arange(8), 200) < np.repeat(np.arange(200) % 9, 8), 1.0, -1.0)
-    drawn = [REDDrop().advantages(reward, group, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    drawn = [
+        REDDrop().advantages(reward, group, seed, epoch)
+        for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
+    ]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).any() and (drawn[0] != drawn[3]).any()
     for g in range(200):
@@ -233,8 +260,12 @@ def test_red_drop_balances_groups_at_random():
         assert kept[R > 0].all() and kept[R < 0].sum() == min(positives, 8 - positives)
         np.testing.assert_allclose(A[kept], R[kept] - R[kept].mean(), rtol=1e-6)
     mixed = np.repeat((np.arange(200) % 9 > 0) & (np.arange(200) % 9 < 4), 8) & (reward < 0)
-    share = np.mean([REDDrop().advantages(reward, group, 0, epoch)[mixed] != 0 for epoch in range(200)], axis=0)
-    expected = np.repeat(np.arange(200) % 9, 8)[mixed] / (8 - np.repeat(np.arange(200) % 9, 8)[mixed])
+    share = np.mean(
+        [REDDrop().advantages(reward, group, 0, epoch)[mixed] != 0 for epoch in range(200)], axis=0
+    )
+    expected = np.repeat(np.arange(200) % 9, 8)[mixed] / (
+        8 - np.repeat(np.arange(200) % 9, 8)[mixed]
+    )
     assert np.abs(share - expected).max() < 0.18  # five standard deviations of 200 draws
 
 
@@ -271,14 +302,19 @@ def test_without_a_clip_they_are_importance_sampling():
         RECTwoSide(True, INF, INF),
     ):
         same(ours(loss, pi, mu, reward)[1], tokens)
-    same(ours(GSPO(INF, INF), pi, mu, reward)[1], ours(IS(ratio="sequence_mean"), pi, mu, reward)[1])
+    same(
+        ours(GSPO(INF, INF), pi, mu, reward)[1], ours(IS(ratio="sequence_mean"), pi, mu, reward)[1]
+    )
     same(ours(PPO(INF, INF, ratio="sequence"), pi, mu, reward)[1], ours(IS(), pi, mu, reward)[1])
     same(ours(RECOneSide(False, INF, INF), pi, mu, reward)[1], ours(REINFORCE(), pi, mu, reward)[1])
 
 
 def test_cispo_is_toprs_family_with_token_ratios_and_one_side_with_importance_is_ppo():
     pi, mu, reward, group = batch(distance=1.0)
-    same(ours(CISPO(0.3, 0.4), pi, mu, reward)[1], ours(TOPR(0.7, 1.4, 0.7, 1.4, ratio="token"), pi, mu, reward)[1])
+    same(
+        ours(CISPO(0.3, 0.4), pi, mu, reward)[1],
+        ours(TOPR(0.7, 1.4, 0.7, 1.4, ratio="token"), pi, mu, reward)[1],
+    )
     same(ours(RECOneSide(True), pi, mu, reward)[1], ours(PPO(), pi, mu, reward)[1])
 
 
@@ -290,16 +326,22 @@ def test_limits_of_temperature_delta_and_tau_are_reinforce_against_the_groups_me
     plain = ours(REINFORCE(), pi, mu, mean)[1]
     same(ours(OPMD(0.0), pi, mu, mean)[1], [g * len(g) for g in plain])
     balanced, pairs = np.tile([1.0, -1.0], 20), np.repeat(np.arange(10), 4)
-    np.testing.assert_allclose(REDDrop().advantages(balanced, pairs), OPMD().advantages(balanced, pairs))
+    np.testing.assert_allclose(
+        REDDrop().advantages(balanced, pairs), OPMD().advantages(balanced, pairs)
+    )
 
 
 def test_in_one_group_rloo_is_a_baseline_scaled():
     _, _, reward, _ = batch()
     one = np.zeros(len(reward), dtype=int)
     n = len(reward)
-    np.testing.assert_allclose(RLOO().advantages(reward, one), (reward - reward.mean()) * n / (n - 1), rtol=1e-6)
     np.testing.assert_allclose(
-        GRPO().advantages(reward, one), (reward - reward.mean()) / (reward.std(ddof=1) + 1e-4), rtol=1e-6
+        RLOO().advantages(reward, one), (reward - reward.mean()) * n / (n - 1), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        GRPO().advantages(reward, one),
+        (reward - reward.mean()) / (reward.std(ddof=1) + 1e-4),
+        rtol=1e-6,
     )
 
 

@@ -68,7 +68,10 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
 }  # fmt: skip
 
 
-SLOW = {name: [pytest.mark.slow] * (corrected is not None) for name, (*_, corrected) in CONFIGURATIONS.items()}
+SLOW = {
+    name: [pytest.mark.slow] * (corrected is not None)
+    for name, (*_, corrected) in CONFIGURATIONS.items()
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
@@ -100,7 +103,9 @@ def test_a_config_file_that_cannot_be_parsed_is_rejected(run, good, content, wor
 
 def settings(**changes) -> Namespace:
     """The trainer's section of a configuration."""
-    defaults = {name: value.default for name, value in list(inspect.signature(Trainer).parameters.items())}
+    defaults = {
+        name: value.default for name, value in list(inspect.signature(Trainer).parameters.items())
+    }
     return Namespace(defaults | changes)
 
 
@@ -149,7 +154,15 @@ def test_a_policy_without_weights_is_rejected_by_every_command(run, good, tmp_pa
     problems = ROOT / "data" / "arithmetic" / "val.jsonl"
     files = [f"--data.{split}={problems}" for split in ("val", "test", "problems")]
     for command in ("validate", "test", "predict"):
-        rejected(run, "broken' holds no model", command, *CONFIG, *files, "--data.out=out", f"--model.policy={broken}")
+        rejected(
+            run,
+            "broken' holds no model",
+            command,
+            *CONFIG,
+            *files,
+            "--data.out=out",
+            f"--model.policy={broken}",
+        )
 
 
 def test_predict_needs_a_folder_of_its_own(run, good, tmp_path):
@@ -170,11 +183,17 @@ def change(table: pa.Table, column: str, row: int, value) -> pa.Table:
     values = table[column].to_pylist()
     values[row] = value
     index = table.schema.get_field_index(column)
-    return table.set_column(index, pa.field(column, table[column].type), pa.array(values, table[column].type))
+    return table.set_column(
+        index, pa.field(column, table[column].type), pa.array(values, table[column].type)
+    )
 
 
 ROWS = [
-    ("ref_logprobs", lambda old: old[:-1], "row 5 .*response_ids and ref_logprobs differ in length"),
+    (
+        "ref_logprobs",
+        lambda old: old[:-1],
+        "row 5 .*response_ids and ref_logprobs differ in length",
+    ),
     ("ref_logprobs", lambda old: [math.nan] + old[1:], "row 5 .*ref_logprobs holds"),
     ("ref_logprobs", lambda old: [0.5] + old[1:], "row 5 .*ref_logprobs holds"),
     ("ref_logprobs", lambda old: [-math.inf] + old[1:], "row 5 .*ref_logprobs holds"),
@@ -245,7 +264,11 @@ def test_a_bad_data_file_ends_training_before_it_starts(run, good, tmp_path):
 def test_numbers_of_another_width_are_accepted(run, good, tmp_path):
     policy, data = good
     table = pq.read_table(data)
-    wide = {"prompt_ids": pa.large_list(pa.int64()), "ref_logprobs": pa.list_(pa.float64()), "reward": pa.int64()}
+    wide = {
+        "prompt_ids": pa.large_list(pa.int64()),
+        "ref_logprobs": pa.list_(pa.float64()),
+        "reward": pa.int64(),
+    }
     for name, kind in {**wide, "group": pa.large_string()}.items():
         table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(kind))
     pq.write_table(table, tmp_path / "wide.parquet")
@@ -271,17 +294,35 @@ def test_log_probs_must_match_the_policy_that_a_file_names(run, good, tmp_path):
     assert "worst: row" in rejected(run, "score the responses again", *fit(policy, wrong))
     another = write(tmp_path / "another.parquet", policy, shifted, policy="another")
     accepted(run, *fit(policy, another))
-    unknown = write(tmp_path / "unknown.parquet", policy, make_trajectories(policy, 9), policy=None, precision=None)
-    rejected(run, "score the responses again", *fit(policy, f"[{wrong},{unknown}]"))  # the others do not excuse it
+    unknown = write(
+        tmp_path / "unknown.parquet",
+        policy,
+        make_trajectories(policy, 9),
+        policy=None,
+        precision=None,
+    )
+    rejected(
+        run, "score the responses again", *fit(policy, f"[{wrong},{unknown}]")
+    )  # the others do not excuse it
 
 
 @pytest.mark.slow
 def test_log_probs_in_bfloat16_may_differ_a_little(run, good, tmp_path):
     policy, _ = good
-    far = write(tmp_path / "far.parquet", policy, make_trajectories(policy, shift=3.0), precision="bf16-mixed")
+    far = write(
+        tmp_path / "far.parquet",
+        policy,
+        make_trajectories(policy, shift=3.0),
+        precision="bf16-mixed",
+    )
     sentence = rejected(run, "score the responses again", *fit(policy, far))
     assert "the median |log pi - log mu| per token" in sentence
-    rough = write(tmp_path / "rough.parquet", policy, make_trajectories(policy, shift=0.1), precision="bf16-mixed")
+    rough = write(
+        tmp_path / "rough.parquet",
+        policy,
+        make_trajectories(policy, shift=0.1),
+        precision="bf16-mixed",
+    )
     accepted(run, *fit(policy, rough))
 
 

@@ -22,7 +22,9 @@ def anna_karenina(reward, group, budget):
 
 
 def share(reward, positive_share, total, seed):
-    return Curation("share", share=positive_share, total=total, seed=seed).keep(reward, np.zeros(len(reward)))
+    return Curation("share", share=positive_share, total=total, seed=seed).keep(
+        reward, np.zeros(len(reward))
+    )
 
 
 def cases(count=60):
@@ -30,7 +32,11 @@ def cases(count=60):
     for seed in range(count):
         rng = np.random.default_rng(seed)
         size = rng.integers(1, 80)
-        yield seed, rng.choice([-1.0, -1.0, 0.0, 0.5, 1.0], size), rng.integers(0, rng.integers(1, 12), size)
+        yield (
+            seed,
+            rng.choice([-1.0, -1.0, 0.0, 0.5, 1.0], size),
+            rng.integers(0, rng.integers(1, 12), size),
+        )
 
 
 def test_anna_karenina_by_hand():
@@ -73,10 +79,16 @@ def test_share_keeps_as_many_as_the_scarce_sign_allows():
             try:
                 kept = share(reward, wanted, None, seed)
             except InputError:  # not even the nearest mixture of all of one sign holds the other
-                assert min(positives * (1 - wanted) / wanted, negatives * wanted / (1 - wanted)) <= 0.5
+                assert (
+                    min(positives * (1 - wanted) / wanted, negatives * wanted / (1 - wanted)) <= 0.5
+                )
                 continue
             k, n = int((reward[kept] > 0).sum()), len(kept)
-            assert kept.tolist() == sorted(set(kept.tolist())) == share(reward, wanted, None, seed).tolist()
+            assert (
+                kept.tolist()
+                == sorted(set(kept.tolist()))
+                == share(reward, wanted, None, seed).tolist()
+            )
             assert k == positives or n - k == negatives
             # one more or one less of the other sign is no nearer to the share
             exact = k * (1 - wanted) / wanted if k == positives else (n - k) * wanted / (1 - wanted)
@@ -91,7 +103,10 @@ def test_share_of_a_total_is_exact_to_the_trajectory():
     assert len(share(reward, 0.1, None, 0)) == 778 and len(share(reward, 0.5, None, 0)) == 600
     drawn = Counter(row for seed in range(1000) for row in share(reward, 0.3, 100, seed).tolist())
     assert max(abs(drawn[row] - 100) for row in range(1000)) < 6 * 9.5  # every row one time in ten
-    for wanted, total, words in ((0.5, 602, "301 of 300 positives"), (0.1, 800, "720 of 700 negatives")):
+    for wanted, total, words in (
+        (0.5, 602, "301 of 300 positives"),
+        (0.1, 800, "720 of 700 negatives"),
+    ):
         with pytest.raises(InputError, match=words):
             share(reward, wanted, total, 0)
     for scarce in (np.array([1.0, -1.0]), np.array([-1.0] * 9)):
@@ -109,8 +124,14 @@ def test_figures_against_brute_force():
             "trajectories": len(reward),
             "groups": len(members),
             "both_signs": sum(0 < sum(signs) < len(signs) for signs in members.values()),
-            "group_sizes": [sizes[0], (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2, sizes[-1]],
-            "positive_share": pytest.approx(np.mean([sign for signs in members.values() for sign in signs])),
+            "group_sizes": [
+                sizes[0],
+                (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2,
+                sizes[-1],
+            ],
+            "positive_share": pytest.approx(
+                np.mean([sign for signs in members.values() for sign in signs])
+            ),
         }
 
 
@@ -120,7 +141,10 @@ def parts(tmp_path, policy):
     rows = make_trajectories(policy, 40)
     rows[5].valid, rows[5].answer, rows[5].gold = True, "7", "8"
     about = {"task": "t", "sampling": {"top_k": 0, "seed": 1}}
-    files = [str(write(tmp_path / name, policy, part, **about)) for name, part in (("a", rows[:18]), ("b", rows[18:]))]
+    files = [
+        str(write(tmp_path / name, policy, part, **about))
+        for name, part in (("a", rows[:18]), ("b", rows[18:]))
+    ]
     return files, [row for file in files for row in read_trajectories(file)]
 
 
@@ -129,7 +153,9 @@ def test_kept_rows_do_not_change(tmp_path, parts):
     done = curate(files, tmp_path / "kept.parquet", Curation("anna_karenina", budget=2))
     reward, group = np.array([row.reward for row in rows]), np.array([row.group for row in rows])
     kept = anna_karenina(reward, group, 2)
-    assert read_trajectories(tmp_path / "kept.parquet") == [rows[row] for row in kept]  # ids and log mu to the bit
+    assert read_trajectories(tmp_path / "kept.parquet") == [
+        rows[row] for row in kept
+    ]  # ids and log mu to the bit
     assert pq.read_schema(tmp_path / "kept.parquet").names == SCHEMA.names[:-1]
     about, before = read_metadata(tmp_path / "kept.parquet"), read_metadata(files[0])
     assert about == before | {"sampling": {"top_k": 0, "seed": 1, "curation": done}}
@@ -146,7 +172,11 @@ def test_the_iteration_is_put_before_every_group(tmp_path, parts):
         vars(row) | {"group": f"3/{row.group}"} for row in rows
     ]
     assert read_metadata(tmp_path / "kept.parquet")["iteration"] == 3
-    again = curate([str(tmp_path / "kept.parquet")], tmp_path / "again.parquet", Curation("share", share=0.3, seed=5))
+    again = curate(
+        [str(tmp_path / "kept.parquet")],
+        tmp_path / "again.parquet",
+        Curation("share", share=0.3, seed=5),
+    )
     assert again["earlier"]["way"] == "uniform" and again["seed"] == 5
     assert read_metadata(tmp_path / "again.parquet")["iteration"] == 3
 
@@ -155,7 +185,10 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
     rows = make_trajectories(policy, 8)
 
     def merged(*differences):
-        files = [str(write(tmp_path / f"{i}.parquet", policy, rows, **d)) for i, d in enumerate(differences)]
+        files = [
+            str(write(tmp_path / f"{i}.parquet", policy, rows, **d))
+            for i, d in enumerate(differences)
+        ]
         curate(files, tmp_path / "kept.parquet", Curation("uniform", budget=9))
         return read_metadata(tmp_path / "kept.parquet")
 
@@ -163,7 +196,9 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
     known = merged(alike, alike)
     assert known["task"] == "t" and known["iteration"] == 2 and None not in known.values()
     other = merged(alike, {"task": "t", "sampling": {"top_k": 0, "seed": 2}, "iteration": 3})
-    assert other["task"] == "t" and other["iteration"] is None and other["policy"] == known["policy"]
+    assert (
+        other["task"] == "t" and other["iteration"] is None and other["policy"] == known["policy"]
+    )
     assert other["sampling"].keys() == {"top_k", "curation"}
     assert merged(alike, {})["sampling"].keys() == {"curation"}
     # the check of log mu asks for both: a file scored in bfloat16 must not be held to float32's bound
@@ -171,14 +206,20 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
     assert rough["policy"] is rough["precision"] is None
     assert merged({}, {"policy": "another"})["precision"] is None
     # a file without a tokenizer is trained on with any
-    assert merged({}, {"tokenizer": None})["tokenizer"] == merged({"tokenizer": None}, {})["tokenizer"] is not None
+    assert (
+        merged({}, {"tokenizer": None})["tokenizer"]
+        == merged({"tokenizer": None}, {})["tokenizer"]
+        is not None
+    )
     with pytest.raises(InputError, match="1.parquet and .*2.parquet have different tokenizers"):
         merged({}, {}, {"tokenizer": "another"})
 
 
 def test_selections_of_the_shipped_data_stay_the_same():
     """Row numbers of the first release: a curated file is reproduced by its arguments."""
-    table = pq.read_table(ROOT / "data" / "arithmetic" / "train.parquet", columns=["reward", "group"])
+    table = pq.read_table(
+        ROOT / "data" / "arithmetic" / "train.parquet", columns=["reward", "group"]
+    )
     reward, group = table["reward"].to_numpy(), table["group"].to_numpy()
     for curation, count, first, checksum in EXPECTED:
         kept = curation.keep(reward, group)
@@ -200,7 +241,16 @@ EXPECTED = [
 
 def test_the_command_prints_what_it_kept(run, parts):
     code, out, err = run(
-        main, "curate", "anna_karenina", *parts[0], "--budget", 3, "--out", "k.parquet", "--iteration", 1
+        main,
+        "curate",
+        "anna_karenina",
+        *parts[0],
+        "--budget",
+        3,
+        "--out",
+        "k.parquet",
+        "--iteration",
+        1,
     )
     assert (code, err) == (0, "")
     done = read_metadata("k.parquet")["sampling"]["curation"]
@@ -213,7 +263,15 @@ def test_the_command_prints_what_it_kept(run, parts):
 def test_chance_comes_from_the_seed_alone(run, parts):
     found = []
     for seed in (0, 0, 1):
-        code, _, err = run(main, "curate", "share", *parts[0], "--share=0.3", "--out=kept.parquet", f"--seed={seed}")
+        code, _, err = run(
+            main,
+            "curate",
+            "share",
+            *parts[0],
+            "--share=0.3",
+            "--out=kept.parquet",
+            f"--seed={seed}",
+        )
         assert code == 0, err
         found.append((run.folder / "kept.parquet").read_bytes())
     assert found[0] == found[1] != found[2]
@@ -228,7 +286,12 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
     for arguments, words in {
         ("uniform", *files): "uniform takes --budget alone; found none",
         ("uniform", *files, "--budget=0"): "PositiveInt",
-        ("uniform", *files, "--budget=2", "--share=.1"): "uniform takes --budget alone; found budget, share",
+        (
+            "uniform",
+            *files,
+            "--budget=2",
+            "--share=.1",
+        ): "uniform takes --budget alone; found budget, share",
         ("uniform", *files, "--budget=2", "--seed=-1"): "NonNegativeInt",
         ("uniform", *files, "--budget=2", "--iteration=-1"): "NonNegativeInt",
         ("uniform", "--budget=2"): "files",
@@ -252,5 +315,11 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
         (f"{files[0]}/kept", "takes no file"),
     ):
         rejected(run, words, "curate", "uniform", *files, "--budget=2", f"--out={out}", main=main)
-    for arguments in (("uniform", "--budget=2"), ("share", "--share=.5", "--total=4"), ("anna_karenina", "--budget=1")):
-        assert run(main, "curate", arguments[0], *files, *arguments[1:], "--out=kept.parquet")[0] == 0
+    for arguments in (
+        ("uniform", "--budget=2"),
+        ("share", "--share=.5", "--total=4"),
+        ("anna_karenina", "--budget=1"),
+    ):
+        assert (
+            run(main, "curate", arguments[0], *files, *arguments[1:], "--out=kept.parquet")[0] == 0
+        )

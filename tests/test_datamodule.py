@@ -30,7 +30,10 @@ def files(tmp_path_factory):
         trajectory.group = f"second-{trajectory.group}"
     return (
         policy,
-        [str(write(folder / f"{i}.parquet", policy, rows)) for i, rows in enumerate((first, second))],
+        [
+            str(write(folder / f"{i}.parquet", policy, rows))
+            for i, rows in enumerate((first, second))
+        ],
         (first + second),
     )
 
@@ -38,7 +41,9 @@ def files(tmp_path_factory):
 def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, **more):
     """A data module as a trainer sets it up on one of several ranks."""
     sizes = {"batch_size": 12, "microbatch_tokens": tokens, "num_workers": workers, "seed": 3}
-    data = TrajectoryDataModule(train=files[1], policy=str(files[0]), loss=loss, task=Arithmetic(), **sizes | more)
+    data = TrajectoryDataModule(
+        train=files[1], policy=str(files[0]), loss=loss, task=Arithmetic(), **sizes | more
+    )
     data.trainer = SimpleNamespace(
         world_size=ranks,
         global_rank=rank,
@@ -54,17 +59,31 @@ def module(files, loss, *, rank=0, ranks=1, tokens=16384, workers=0, epochs=1, *
 
 
 @pytest.mark.parametrize("loss", [TOPR(), GroupLoss(), PairLoss()])
-@pytest.mark.parametrize(("ranks", "tokens", "workers"), [(1, 16384, 0), (1, 60, 0), (3, 60, 0), (5, 16384, 2)])
-def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(files, loss, ranks, tokens, workers):
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "workers"), [(1, 16384, 0), (1, 60, 0), (3, 60, 0), (5, 16384, 2)]
+)
+def test_global_batches_do_not_depend_on_ranks_workers_or_micro_batches(
+    files, loss, ranks, tokens, workers
+):
     expected = [sorted(batch) for batch in module(files, loss).plan(0)]
-    data = [module(files, loss, rank=r, ranks=ranks, tokens=tokens, workers=workers) for r in range(ranks)]
+    data = [
+        module(files, loss, rank=r, ranks=ranks, tokens=tokens, workers=workers)
+        for r in range(ranks)
+    ]
     streams = [list(one.train_dataloader()) for one in data]
     count = data[0].microbatches(0)
-    assert {len(stream) for stream in streams} == {len(expected) * count}  # every rank runs equally many forwards
+    assert {len(stream) for stream in streams} == {
+        len(expected) * count
+    }  # every rank runs equally many forwards
     assert {part.microbatches for stream in streams for part in stream} == {count}
     for step, batch in enumerate(expected):
         parts = [part for stream in streams for part in stream[step * count : (step + 1) * count]]
-        real = [row for part in parts for row, w in zip(part.trajectory_B.tolist(), part.real_B, strict=True) if w]
+        real = [
+            row
+            for part in parts
+            for row, w in zip(part.trajectory_B.tolist(), part.real_B, strict=True)
+            if w
+        ]
         assert sorted(real) == batch
         assert {float(part.divisor) for part in parts} == {len(batch) / data[0].unit}
         for part in parts:
@@ -79,7 +98,9 @@ def test_micro_batches_carry_what_the_file_says(files):
     for part in module(files, TOPR(baseline=0.25), tokens=60).train_dataloader():
         rows = [trajectories[i] for i in part.trajectory_B.tolist()]
         assert part.tokens.target_N.tolist() == [token for t in rows for token in t.response_ids]
-        np.testing.assert_array_equal(part.ref_log_probs_N, np.float32([x for t in rows for x in t.ref_logprobs]))
+        np.testing.assert_array_equal(
+            part.ref_log_probs_N, np.float32([x for t in rows for x in t.ref_logprobs])
+        )
         assert part.reward_B.tolist() == [t.reward for t in rows]
         assert part.advantage_B.tolist() == [t.reward - 0.25 for t in rows]
         for (start, end, first, last), t in zip(part.tokens.trajectories, rows, strict=True):
@@ -91,7 +112,9 @@ def test_micro_batches_carry_what_the_file_says(files):
 
 
 def test_loader_resumes_at_a_global_batch(files):
-    whole = [part.trajectory_B.tolist() for part in module(files, TOPR(), tokens=60).train_dataloader()]
+    whole = [
+        part.trajectory_B.tolist() for part in module(files, TOPR(), tokens=60).train_dataloader()
+    ]
     data = module(files, TOPR(), tokens=60)
     loader, seen = data.train_dataloader(), []
     for part in loader:
@@ -102,7 +125,9 @@ def test_loader_resumes_at_a_global_batch(files):
     again = module(files, TOPR(), tokens=60).train_dataloader()
     again.load_state_dict(state)
     assert seen + [part.trajectory_B.tolist() for part in again] == whole
-    assert [part.trajectory_B.tolist() for part in again] == whole  # another pass starts at the beginning
+    assert [
+        part.trajectory_B.tolist() for part in again
+    ] == whole  # another pass starts at the beginning
 
 
 def test_trajectories_without_weight_count_in_the_divisor(files):
@@ -114,14 +139,19 @@ def test_trajectories_without_weight_count_in_the_divisor(files):
 
 @pytest.mark.parametrize(
     ("loss", "other", "words"),
-    [(GRPO(), TOPR(), "no group holds rewards that differ"), (PPO(baseline=1), PPO(), "every advantage is 0")],
+    [
+        (GRPO(), TOPR(), "no group holds rewards that differ"),
+        (PPO(baseline=1), PPO(), "every advantage is 0"),
+    ],
 )
 def test_data_without_a_signal_for_the_loss_are_rejected(tmp_path, files, loss, other, words):
     rows = make_trajectories(files[0], 20)
     for row in rows:
         row.reward = 1.0
     equal = files[0], str(write(tmp_path / "equal.parquet", files[0], rows))
-    with pytest.raises(InputError, match=f"data.train: {words}, so {type(loss).__name__} learns nothing"):
+    with pytest.raises(
+        InputError, match=f"data.train: {words}, so {type(loss).__name__} learns nothing"
+    ):
         module(equal, loss)
     for data in (module(equal, other), module(files, loss)):
         assert data.advantage(0).dtype == np.float32
@@ -130,7 +160,13 @@ def test_data_without_a_signal_for_the_loss_are_rejected(tmp_path, files, loss, 
 def test_files_stay_mapped(files):
     data = module(files, TOPR())
     assert data.rows.cache_files  # on disk, in datasets' Arrow cache
-    assert set(data.rows.column_names) == {"prompt_ids", "response_ids", "ref_logprobs", "reward", "group"}
+    assert set(data.rows.column_names) == {
+        "prompt_ids",
+        "response_ids",
+        "ref_logprobs",
+        "reward",
+        "group",
+    }
 
 
 def test_whole_groups_share_a_batch_though_the_loss_does_not_need_it(files):
@@ -146,9 +182,13 @@ def test_what_is_drawn_anew_each_epoch_is_the_same_after_a_resumption(files, los
     streams = []
     for epoch in range(3):
         whole.trainer.current_epoch = epoch
-        streams.append([(b.trajectory_B.tolist(), b.advantage_B.tolist()) for b in whole.train_dataloader()])
+        streams.append(
+            [(b.trajectory_B.tolist(), b.advantage_B.tolist()) for b in whole.train_dataloader()]
+        )
     assert streams[0] != streams[1] and sorted(streams[0]) != sorted(streams[1])
-    resumed = module(files, loss, epochs=3, tokens=60)  # by another process, in the midst of the second epoch
+    resumed = module(
+        files, loss, epochs=3, tokens=60
+    )  # by another process, in the midst of the second epoch
     resumed.trainer.current_epoch = 1
     loader = resumed.train_dataloader()
     loader.load_state_dict({"epoch": 1, "global_batches": 2})
@@ -172,7 +212,12 @@ def test_a_trajectory_is_traced_to_its_file_and_row(files):
     data = module(files, TOPR())
     first, second = files[1]
     places = data.place(np.array([0, 60, 61, 100]))
-    assert places == [f"row 0 of {first}", f"row 60 of {first}", f"row 0 of {second}", f"row 39 of {second}"]
+    assert places == [
+        f"row 0 of {first}",
+        f"row 60 of {first}",
+        f"row 0 of {second}",
+        f"row 39 of {second}",
+    ]
 
 
 def test_shares_are_those_of_the_whole_data_set(files):
@@ -183,7 +228,12 @@ def test_shares_are_those_of_the_whole_data_set(files):
     )
     shares = module(files, TOPR(positive_share=0.15)).shares()
     assert shares == pytest.approx(
-        {"positive_share": p, "effective_positive_share": 0.15, "baseline": (p - 0.15) / (0.7 * p + 0.15)}, abs=1e-6
+        {
+            "positive_share": p,
+            "effective_positive_share": 0.15,
+            "baseline": (p - 0.15) / (0.7 * p + 0.15),
+        },
+        abs=1e-6,
     )
 
 

@@ -40,7 +40,16 @@ def command(run, policy, problems, monkeypatch):
     monkeypatch.setattr(report, "draw", lambda *_: None)
 
     def command(out, *more, policies=(policy,)):
-        given = ["--policy", *policies, "--benchmark", f"arithmetic={problems}", *FAST, "--out", out, *more]
+        given = [
+            "--policy",
+            *policies,
+            "--benchmark",
+            f"arithmetic={problems}",
+            *FAST,
+            "--out",
+            out,
+            *more,
+        ]
         code, output, error = run(evaluate.main, *given)
         assert code == 0, error
         return json.loads((run.folder / out / "results.json").read_text()), output
@@ -75,9 +84,14 @@ def test_results_are_those_of_the_responses(command):
     rows = read_trajectories(folder / "responses.parquet")
     assert (row["problems"], row["samples"], len(rows)) == (5, 4, 20)
     values = per_problem(rows, [2, 4])
-    assert {name: value for name, value in row.items() if isinstance(value, dict)} == summarise(values, seed=3)
+    assert {name: value for name, value in row.items() if isinstance(value, dict)} == summarise(
+        values, seed=3
+    )
     assert summarise(values, seed=3) != summarise(values)
-    assert row["pass@1"]["mean"] == pytest.approx(np.mean([t.reward > 0 for t in rows])) and row["pass@1"]["mean"] > 0
+    assert (
+        row["pass@1"]["mean"] == pytest.approx(np.mean([t.reward > 0 for t in rows]))
+        and row["pass@1"]["mean"] > 0
+    )
     assert row["invalid"]["mean"] == pytest.approx(np.mean([not t.valid for t in rows]))
     assert {t.group for t in rows} == {f"{policy}/arithmetic/{t.prompt_id}" for t in rows}
     assert all(len(t.ref_logprobs) == len(t.response_ids) <= 40 for t in rows)
@@ -85,7 +99,11 @@ def test_results_are_those_of_the_responses(command):
     assert markdown.startswith("| | problems | samples | pass@1 | pass@2 | maj@2 | pass@4 |")
     assert markdown in output and cell(row["maj@2"]) in markdown
     metadata = read_metadata(folder / "responses.parquet")
-    assert metadata["sampling"]["seed"] == 3 and metadata["sampling"]["max_new_tokens"] == 40 and metadata["policy"]
+    assert (
+        metadata["sampling"]["seed"] == 3
+        and metadata["sampling"]["max_new_tokens"] == 40
+        and metadata["policy"]
+    )
 
 
 def test_differences_to_the_first_policy_are_paired(command, policy):
@@ -94,7 +112,10 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     both, output = command("both", policies=(policy, other))
     mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
     assert mine == alone[str(policy)]["arithmetic"]  # the same seed, the same samples
-    values = [per_problem(read_parts(folder)) for folder in sorted((command.folder / "both" / "responses").iterdir())]
+    values = [
+        per_problem(read_parts(folder))
+        for folder in sorted((command.folder / "both" / "responses").iterdir())
+    ]
     first, second = values if values[0]["length"].mean() == mine["length"]["mean"] else values[::-1]
     paired = {name: second[name] - first[name] for name in first}
     assert theirs["difference"] == summarise(paired) and theirs["difference"]["length"]["mean"] != 0
@@ -124,8 +145,12 @@ def test_a_verifier_weighs_the_votes(command):
     results, _ = command("out", *more, policies=[ARITHMETIC / "base"])
     folders = (command.folder / "out" / "responses").iterdir()
     rows, judged = map(read_parts, sorted(folders, key=lambda path: "verifier" in path.name))
-    assert len(judged) == 2 * len(rows) and judged[0].prompt == f"{rows[0].prompt}{rows[0].response}>"
-    weights = [sum(t.answer == "1" for t in judged[i : i + 2]) / 2 for i in range(0, len(judged), 2)]
+    assert (
+        len(judged) == 2 * len(rows) and judged[0].prompt == f"{rows[0].prompt}{rows[0].response}>"
+    )
+    weights = [
+        sum(t.answer == "1" for t in judged[i : i + 2]) / 2 for i in range(0, len(judged), 2)
+    ]
     expected, (row,) = summarise(per_problem(rows, weights=weights), seed=4), results.values()
     assert row["arithmetic"]["weighted@4"] == expected["weighted@4"] != row["arithmetic"]["maj@4"]
 
@@ -134,18 +159,28 @@ def test_greedy_takes_the_likeliest_token_once(command):
     results, _ = command("out", "--greedy")
     rows = read_trajectories(command.folder / "out" / "responses.parquet")
     assert len(rows) == 5 and next(iter(results.values()))["arithmetic"]["samples"] == 1
-    assert read_metadata(command.folder / "out" / "responses.parquet")["sampling"]["temperature"] == 0
+    assert (
+        read_metadata(command.folder / "out" / "responses.parquet")["sampling"]["temperature"] == 0
+    )
     for row in rows:  # every token has at least the probability of an average one
         assert min(row.ref_logprobs) > -np.log(20)
 
 
 def test_a_config_holds_the_same_keys(command, run, policy, problems):
     expected, _ = command("given", "--k", 2, "--stop", "5", "--top-k", 3, "--seed", 2)
-    config = {"policy": [str(policy)], "benchmark": [f"arithmetic={problems}"], "k": [2], "stop": ["5"], "top_k": 3}
+    config = {
+        "policy": [str(policy)],
+        "benchmark": [f"arithmetic={problems}"],
+        "k": [2],
+        "stop": ["5"],
+        "top_k": 3,
+    }
     config |= {"seed": 2, "max_new_tokens": 8, "samples": 16, "out": "config"}
     (run.folder / "config.yaml").write_text(json.dumps(config))
     code, _, error = run(evaluate.main, "--config", "config.yaml", "--samples", 4)
-    assert code == 0 and json.loads((run.folder / "config" / "results.json").read_text()) == expected, error
+    assert (
+        code == 0 and json.loads((run.folder / "config" / "results.json").read_text()) == expected
+    ), error
     stops = read_metadata(run.folder / "config" / "responses.parquet")["sampling"]
     assert (stops["stop"], stops["top_k"]) == (["5"], 3)
 
@@ -166,10 +201,19 @@ def test_a_config_holds_the_same_keys(command, run, policy, problems):
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_wrong_arguments_are_found_before_sampling(run, command, policy, problems, arguments, words):
-    given = {"--policy": ["POLICY"], "--benchmark": [f"arithmetic={problems}"], "--samples": ["4"], "--out": ["out"]}
+def test_wrong_arguments_are_found_before_sampling(
+    run, command, policy, problems, arguments, words
+):
+    given = {
+        "--policy": ["POLICY"],
+        "--benchmark": [f"arithmetic={problems}"],
+        "--samples": ["4"],
+        "--out": ["out"],
+    }
     given[arguments[0]] = arguments[1:]  # the others are those of `command`, which pass
-    flat = [str(policy) if part == "POLICY" else part for name in given for part in (name, *given[name])]
+    flat = [
+        str(policy) if part == "POLICY" else part for name in given for part in (name, *given[name])
+    ]
     rejected(run, words, *flat, main=evaluate.main)
 
 
@@ -178,7 +222,9 @@ def test_out_of_memory_names_the_options_to_lower(run, command, policy, problems
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(pipeline, "sample_and_grade", fail)
-    code, _, error = run(evaluate.main, "--policy", policy, "--benchmark", f"arithmetic={problems}", "--rows", 9)
+    code, _, error = run(
+        evaluate.main, "--policy", policy, "--benchmark", f"arithmetic={problems}", "--rows", 9
+    )
     assert code == 2 and "lower --rows, now 9, or --microbatch-tokens, now 16384" in error
 
 
@@ -201,7 +247,9 @@ def test_one_policy_at_a_time_is_in_memory(command, policy, monkeypatch):
 
 def test_a_metric_that_one_row_lacks_leaves_its_cell_empty():
     value = {"mean": 0.25, "interval": [0.125, 0.5]}
-    lines = table({"one": {"n": 3, "pass@1": value, "length": value}, "two": {"n": 4, "ungraded": value}}).splitlines()
+    lines = table(
+        {"one": {"n": 3, "pass@1": value, "length": value}, "two": {"n": 4, "ungraded": value}}
+    ).splitlines()
     assert lines[0] == "| | n | pass@1 | length | ungraded |"
     assert lines[2] == "| one | 3 | 25.0 [12.5, 50.0] | 0.2 [0.1, 0.5] |  |"
     assert lines[3] == "| two | 4 |  |  | 25.0 [12.5, 50.0] |"
@@ -217,13 +265,18 @@ def test_the_figure_has_a_panel_for_each_share(tmp_path):
     draw(tmp_path / "one.png", rows)
     draw(tmp_path / "two.png", {"p": {"a": {"pass@1": value}}})
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("one.png", "two.png")]
+    widths = [
+        int.from_bytes((tmp_path / name).read_bytes()[16:20], "big")
+        for name in ("one.png", "two.png")
+    ]
     assert widths == [150 * 7.4, 150 * 3.9]
 
 
 def test_every_panel_shows_all_of_its_intervals(tmp_path, monkeypatch):
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch())
+    )
     summaries = [{"mean": mean, "interval": [mean - 0.1, mean + 0.1]} for mean in (0.2, 0.8, 0.5)]
     row = dict(zip(("pass@1", "maj", "invalid"), summaries, strict=True))
     draw(tmp_path / "a.png", {"p": {"1": row, "2": row}}, "rate")
@@ -236,18 +289,31 @@ def test_every_panel_shows_all_of_its_intervals(tmp_path, monkeypatch):
 def test_two_devices_evaluate_as_one_does(run, policy, tmp_path):
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(50)))
-    given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--samples", "2", "--rows", "64"]
+    given = [
+        "--policy",
+        policy,
+        "--benchmark",
+        f"arithmetic={problems}",
+        "--samples",
+        "2",
+        "--rows",
+        "64",
+    ]
     given += ["--verifier", ROOT / "data" / "arithmetic" / "verifier" / "base", "--critiques", "2"]
     assert run(evaluate.main, *given, "--out", "one")[0] == 0
     command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", "2"]
     options: dict = {"cwd": run.folder, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-    done = subprocess.run(list(map(str, command)), **options, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        list(map(str, command)), **options, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     one, two = run.folder / "one", run.folder / "two"
     assert (one / "results.json").read_text() == (two / "results.json").read_text()
     assert "weighted@2" in (two / "results.json").read_text()
     folders = (sorted((path / "responses").iterdir()) for path in (one, two))
-    for some, others, files in zip(*folders, (2, 4), strict=True):  # of 50 problems, of 100 responses to judge
+    for some, others, files in zip(
+        *folders, (2, 4), strict=True
+    ):  # of 50 problems, of 100 responses to judge
         assert read_parts(some) == read_parts(others) and len(list(others.iterdir())) == files
     assert done.stdout.count("wrote results.json") == 1
 
@@ -256,16 +322,31 @@ def test_two_devices_evaluate_as_one_does(run, policy, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_the_second_device_ends_with_the_first(policy, tmp_path):
     problems = tmp_path / "many.jsonl"
-    problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(2000)))
-    given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--out", "out", "--devices", "2"]
+    problems.write_text(
+        "".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(2000))
+    )
+    given = [
+        "--policy",
+        policy,
+        "--benchmark",
+        f"arithmetic={problems}",
+        "--out",
+        "out",
+        "--devices",
+        "2",
+    ]
     first = subprocess.Popen(
-        [sys.executable, ROOT / "evaluate.py", *map(str, given)], cwd=tmp_path, stderr=subprocess.DEVNULL
+        [sys.executable, ROOT / "evaluate.py", *map(str, given)],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
     )
     children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
     while not list(tmp_path.glob("out/responses/*/*.parquet")):
         assert first.poll() is None
         time.sleep(0.1)
-    (second,) = [int(pid) for pid in children.read_text().split() if b"evaluate.py" in command_line(pid)]
+    (second,) = [
+        int(pid) for pid in children.read_text().split() if b"evaluate.py" in command_line(pid)
+    ]
     first.kill()
     first.wait()
     for _ in range(100):

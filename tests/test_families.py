@@ -43,12 +43,21 @@ def test_a_family_is_imported_and_trained(run, name):
     export_policy(policy, run.folder / "base")
     assert load_policy(str(run.folder / "base")).padded == (name in PADDING)
     imported(run, run.folder / "base", RESPONSES)
-    folder = fit(run, run.folder / "base", "a.parquet", "--data.batch_size=5", "--trainer.callbacks=null")
+    folder = fit(
+        run, run.folder / "base", "a.parquet", "--data.batch_size=5", "--trainer.callbacks=null"
+    )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["max_abs_log_ratio_at_start"] < 1e-4
-    moved = {weight: change.abs().max() for weight, change in movement(run.folder / "base", folder).items()}
+    moved = {
+        weight: change.abs().max()
+        for weight, change in movement(run.folder / "base", folder).items()
+    }
     # by Adam, at a rate of 3e-4; a bias of the keys alone has no gradient
-    assert [weight for weight, most in moved.items() if most < 1e-4 and not weight.endswith("k_proj.bias")] == []
+    assert [
+        weight
+        for weight, most in moved.items()
+        if most < 1e-4 and not weight.endswith("k_proj.bias")
+    ] == []
 
 
 def test_a_model_whose_router_draws_experts_is_rejected(tmp_path):

@@ -22,7 +22,10 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": False,
 }  # fmt: skip
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
 EXPERTS = {"experts_implementation": "eager"}  # the default has no float64
 FAMILIES = {
@@ -38,16 +41,27 @@ FAMILIES = {
     "Phi3": {"sliding_window": 5},
     "Olmo2": {},
     "SmolLM3": {"no_rope_layers": [1, 1, 0]},
-    "Qwen2Moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8} | EXPERTS,
+    "Qwen2Moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 8,
+    }
+    | EXPERTS,
     "Mixtral": {"num_local_experts": 4, "sliding_window": None} | EXPERTS,
     "Olmoe": {"num_experts": 10} | EXPERTS,
     "Bloom": {"num_hidden_layers": 6},
     "Falcon": {"parallel_attn": False},
 }
-FAST = ("Llama", "Mistral", "Gemma2", "GPT2")  # plain, windows in all layers and in some, learned positions
+FAST = (
+    "Llama",
+    "Mistral",
+    "Gemma2",
+    "GPT2",
+)  # plain, windows in all layers and in some, learned positions
 SLOW = [pytest.mark.slow]
 PROMPTS = [
-    np.random.default_rng(i).integers(2, 40, length).tolist() for i, length in enumerate((7, 1, 12, 3, 12, 5, 2))
+    np.random.default_rng(i).integers(2, 40, length).tolist()
+    for i, length in enumerate((7, 1, 12, 3, 12, 5, 2))
 ]
 LONGEST, ENDS = 40, [1, 14, 27]
 GREEDY, PLAIN = (Sampling(temperature, 0, 1.0, LONGEST) for temperature in (0.0, 1.0))
@@ -80,15 +94,21 @@ def ended(ids: list[int]) -> bool:
 def alone(policy: Policy, prompt: list[int]) -> list[int]:
     """transformers' greedy response to one prompt."""
     config = transformers.GenerationConfig(max_new_tokens=LONGEST, do_sample=False)
-    ids = policy.model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    ids = policy.model.generate(torch.tensor([prompt]), generation_config=config)[
+        0, len(prompt) :
+    ].tolist()
     return ids[: next(k for k in range(1, LONGEST + 1) if ended(ids[:k]))]
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in FAST else SLOW) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in FAST else SLOW) for name in FAMILIES]
+)
 def test_greedy_responses_equal_those_of_each_prompt_alone(family, monkeypatch):
     policy, resized, resize = make(family), [], Rows._resize
     monkeypatch.setattr(
-        Rows, "_resize", lambda self, rows: (resized.append((len(rows), len(self.starts))), resize(self, rows))
+        Rows,
+        "_resize",
+        lambda self, rows: (resized.append((len(rows), len(self.starts))), resize(self, rows)),
     )
     expected = [[alone(policy, prompt)] * 2 for prompt in PROMPTS]
     lengths = {len(ids) for ids, *_ in expected}
@@ -128,9 +148,15 @@ def exact(policy: Policy, prompt: list[int], sampling: Sampling) -> dict[tuple, 
     ids=str,
 )
 def test_samples_follow_the_exact_distribution(parameters):
-    policy, n, sampling = make("Llama", ends=[1], vocab_size=6, initializer_range=0.2), 2000, Sampling(*parameters, 3)
+    policy, n, sampling = (
+        make("Llama", ends=[1], vocab_size=6, initializer_range=0.2),
+        2000,
+        Sampling(*parameters, 3),
+    )
     prompts = [[2, 3, 4, 5], [3]]
-    for prompt, responses in zip(prompts, sample(policy, prompts, n, 57, sampling, seed=1), strict=True):
+    for prompt, responses in zip(
+        prompts, sample(policy, prompts, n, 57, sampling, seed=1), strict=True
+    ):
         assert len(responses) == n
         shares = exact(policy, prompt, sampling)
         assert sum(shares.values()) == pytest.approx(1)
@@ -144,7 +170,12 @@ def test_samples_follow_the_exact_distribution(parameters):
 
 @pytest.mark.parametrize(
     "lora, autocast",
-    [(False, False), (False, True), pytest.param(True, False, marks=SLOW), pytest.param(True, True, marks=SLOW)],
+    [
+        (False, False),
+        (False, True),
+        pytest.param(True, False, marks=SLOW),
+        pytest.param(True, True, marks=SLOW),
+    ],
 )
 def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, monkeypatch, lora, autocast):
     policy = load_policy(str(make_policy(tmp_path / "base", scale=0.5)))
@@ -171,7 +202,9 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, monkeypatch, lora
             for prompt, some in zip(prompts, sample(policy, prompts, 20, 7, PLAIN), strict=True)
             for ids in some
         ]
-        scored = score(policy, [prompt for prompt, _ in pairs], [np.array(ids) for _, ids in pairs], 4096)
+        scored = score(
+            policy, [prompt for prompt, _ in pairs], [np.array(ids) for _, ids in pairs], 4096
+        )
     assert len(pairs) == 60
     error = np.concatenate([scored[k] - seen[id(ids)] for k, (_, ids) in enumerate(pairs)])
     if autocast:  # bfloat16 now and then errs by more
@@ -184,7 +217,9 @@ def test_under_autocast_keys_and_values_are_kept_in_bfloat16(policy, monkeypatch
     kept, step = set(), Rows.step
 
     def watch(self):
-        kept.update(tensor.dtype for layer in self.cache.layers for tensor in (layer.keys, layer.values))
+        kept.update(
+            tensor.dtype for layer in self.cache.layers for tensor in (layer.keys, layer.values)
+        )
         return step(self)
 
     monkeypatch.setattr(Rows, "step", watch)
@@ -220,7 +255,9 @@ def test_no_row_waits_and_a_prompt_is_computed_once(monkeypatch):
     lengths = np.random.default_rng(0).lognormal(2.0, 0.8, 320).clip(1, 40).astype(int)
     planned(monkeypatch, lengths)
     sampled = sample(policy, prompts, n, rows)
-    prefills, steps = ([shape for shape in computed if (shape[1] > 1) == first] for first in (True, False))
+    prefills, steps = (
+        [shape for shape in computed if (shape[1] > 1) == first] for first in (True, False)
+    )
     assert sum(count * width for count, width in prefills) == sum(map(len, prompts))
     assert [len(ids) for some in sampled for ids in some] == lengths.tolist()
     done = sum(count for count, _ in steps)
@@ -230,7 +267,9 @@ def test_no_row_waits_and_a_prompt_is_computed_once(monkeypatch):
 
 def test_a_free_row_stays_within_the_models_positions(monkeypatch):
     policy, prompt = make("GPT2", max_position_embeddings=len(PROMPTS[2]) + LONGEST - 1), PROMPTS[2]
-    lengths = [LONGEST - 1] + [10] * 4 + [LONGEST] * 4  # the first row is idle while later ones continue
+    lengths = (
+        [LONGEST - 1] + [10] * 4 + [LONGEST] * 4
+    )  # the first row is idle while later ones continue
     planned(monkeypatch, lengths)
     (sampled,) = sample(policy, [prompt], 9, 5)
     assert [len(ids) for ids in sampled] == lengths
@@ -242,14 +281,18 @@ def test_a_response_depends_on_its_seed_prompt_and_place_alone():
     assert len({tuple(ids) for responses in whole for ids in responses}) > 15
     assert all(sample(policy, prompts, 5, rows, PLAIN) == whole for rows in (1, 3, 7))
     assert [responses[:2] for responses in whole] == sample(policy, prompts, 2, 4, PLAIN)
-    parts = [LocalSampler().sample(policy, prompts[i::2], 5, PLAIN, 0, range(i, 4, 2)) for i in (0, 1)]
+    parts = [
+        LocalSampler().sample(policy, prompts[i::2], 5, PLAIN, 0, range(i, 4, 2)) for i in (0, 1)
+    ]
     assert [[response.ids for response in parts[i % 2][i // 2]] for i in range(4)] == whole
 
 
 def test_as_many_rows_as_fit_into_free_memory(monkeypatch):
     policy, sizes = make("Llama"), []
     prefill = Rows.prefill
-    monkeypatch.setattr(Rows, "prefill", lambda self, jobs: (prefill(self, jobs), sizes.append(len(self.drafts)))[0])
+    monkeypatch.setattr(
+        Rows, "prefill", lambda self, jobs: (prefill(self, jobs), sizes.append(len(self.drafts)))[0]
+    )
     whole = sample(policy, PROMPTS, 3, None, PLAIN)
     # 3 layers, keys and values, 2 heads of 8 numbers of 8 bytes, of a prompt of 12 and a response of 40 tokens; scores
     row = 3 * 2 * 2 * 8 * 8 * 1.25 * (12 + LONGEST) + 16 * 40
@@ -265,7 +308,9 @@ def test_neither_sampling_nor_padded_rows_use_cudnn(tmp_path, monkeypatch):
 
     def record(*arguments, **keywords):
         cuda = torch.backends.cuda
-        seen.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()))
+        seen.append(
+            (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
+        )
         return attend(*arguments, **keywords)
 
     torch.backends.cuda.enable_cudnn_sdp(True)

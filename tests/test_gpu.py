@@ -14,7 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_every_part_runs_without_a_gpu(tmp_path):
     command = [sys.executable, ROOT / "tests" / "gpu.py", "--small", "--out", tmp_path]
-    options = {"capture_output": True, "text": True, "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""}}
+    options = {
+        "capture_output": True,
+        "text": True,
+        "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    }
     done = subprocess.run(command, **options)
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert done.returncode == 0 and list(parts) == list(gpu.PARTS), done.stdout + done.stderr
@@ -30,15 +34,17 @@ def test_a_part_that_fails_or_takes_too_long_leaves_what_it_recorded(tmp_path):
     (tmp_path / "1B").mkdir()
     (tmp_path / "sample.jsonl").write_text('{"engine": "ours", "rows": 4}\n')
     failed = gpu.run_part("sample", tmp_path, small=True, limit=100)
-    assert failed["outcome"].startswith("failed: topr.io.InputError: policy") and failed["rows"] == [
-        {"engine": "ours", "rows": 4}
-    ]
+    assert failed["outcome"].startswith("failed: topr.io.InputError: policy") and failed[
+        "rows"
+    ] == [{"engine": "ours", "rows": 4}]
     stopped = gpu.run_part("attention", tmp_path, small=True, limit=0.1)
     assert stopped["outcome"] == "stopped after 0 s"
     text = gpu.report({"device": "", "command": "", "commit": "", "date": ""} | dict.fromkeys(VERSIONS, ""), {
         "sample": failed, "attention": stopped,
     })  # fmt: skip
-    assert "**This part failed: topr.io" in text and "| ours | 4 |" in text and "stopped after" in text
+    assert (
+        "**This part failed: topr.io" in text and "| ours | 4 |" in text and "stopped after" in text
+    )
 
 
 VERSIONS = ("torch", "lightning", "transformers", "python")

@@ -87,7 +87,9 @@ def test_what_is_no_single_number_is_invalid(text):
 @pytest.mark.parametrize(("text", "number", "other_text", "other"), CONTRASTS)
 def test_similar_texts_are_told_apart(text, number, other_text, other):
     assert GSM8K().grade(f"The answer is {text}", number) == Grade(1.0, True, number)
-    assert GSM8K().grade(f"The answer is {other_text}", number) == Grade(-1.0, other is not None, other)
+    assert GSM8K().grade(f"The answer is {other_text}", number) == Grade(
+        -1.0, other is not None, other
+    )
 
 
 def test_the_last_marker_counts_case_and_thoughts_matter():
@@ -101,7 +103,9 @@ def test_the_last_marker_counts_case_and_thoughts_matter():
     assert GSM8K(marker="A:").grade("A: 18", "18").reward == 1
 
 
-@pytest.mark.parametrize("hostile", ["9" * 10**6, "1," * 10**6, " " * 10**6, "(" * 10**6, "The answer is " * 10**5])
+@pytest.mark.parametrize(
+    "hostile", ["9" * 10**6, "1," * 10**6, " " * 10**6, "(" * 10**6, "The answer is " * 10**5]
+)
 def test_hostile_answers_cost_nothing(hostile):
     start = time.perf_counter()
     assert GSM8K().grade(f"{hostile} The answer is {hostile}", "18").reward == -1
@@ -113,14 +117,21 @@ def test_prompts_are_chat_messages_or_worked_examples(policy):
     problem = task.problem({"question": "How many?", "answer": "9 <<9+9=18>> 18\n#### 1,018"}, 7)
     assert (problem.id, problem.prompt, problem.gold) == ("7", "How many?", "1018")
     text = task.prompt(problem, tokenizer)
-    assert text.endswith("\n\nQuestion: How many?\nAnswer:") and text.count(task.sampling.stop[0]) == 5
+    assert (
+        text.endswith("\n\nQuestion: How many?\nAnswer:") and text.count(task.sampling.stop[0]) == 5
+    )
     for example in text.split("\n\n")[1:-1]:
         question, answer = example.removeprefix("Question: ").split("\nAnswer: ")
         assert task.grade(answer, answer.split()[-1].rstrip(".")).reward == 1
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
     rendered, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
     assert rendered.startswith("<user>How many?\n\n") and '"The answer is"' in rendered
-    assert rendered.endswith("<assistant>") and ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert (
+        rendered.endswith("<assistant>")
+        and ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_a_row_without_a_gold_is_rejected(tmp_path):
@@ -128,22 +139,35 @@ def test_a_row_without_a_gold_is_rejected(tmp_path):
         GSM8K().problem({"question": "?", "answer": "18"}, 3)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason=f"needs the benchmark files under {SHARED.relative_to(ROOT.parent)}")
+@pytest.mark.skipif(
+    not SHARED.exists(), reason=f"needs the benchmark files under {SHARED.relative_to(ROOT.parent)}"
+)
 def test_real_questions_and_real_models_solutions():
     for split, count in (("train", 7473), ("test", 1319)):
         problems = GSM8K().problems(SHARED / f"gsm8k_{split}.jsonl")
-        rows = [json.loads(line) for line in (SHARED / f"gsm8k_{split}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (SHARED / f"gsm8k_{split}.jsonl").read_text().splitlines()
+        ]
         assert len(problems) == count
-        assert [p.gold for p in problems] == [row["answer"].split("#### ")[1].replace(",", "") for row in rows]
+        assert [p.gold for p in problems] == [
+            row["answer"].split("#### ")[1].replace(",", "") for row in rows
+        ]
     task, right, votes = GSM8K(marker="A:"), [], []
     for line in (SHARED / "gsm8k_example_model_solutions.jsonl").read_text().splitlines():
         row = json.loads(line)
         gold = read_number(row["ground_truth"].rpartition("A:")[2])
         solutions = [value for value in row.values() if isinstance(value, dict)]
         grades = [task.grade(solution["solution"], gold) for solution in solutions]
-        assert [grade.reward > 0 for grade in grades] == [solution["is_correct"] for solution in solutions]
+        assert [grade.reward > 0 for grade in grades] == [
+            solution["is_correct"] for solution in solutions
+        ]
         right.append([grade.reward > 0 for grade in grades])
         votes.append(maj_at_k([grade.answer for grade in grades], right[-1], 4))
-    assert [round(100 * sum(column) / 1319, 2) for column in zip(*right, strict=True)] == [21.68, 39.04, 34.72, 56.25]
+    assert [round(100 * sum(column) / 1319, 2) for column in zip(*right, strict=True)] == [
+        21.68,
+        39.04,
+        34.72,
+        56.25,
+    ]
     # 14 of the 5,276 have no readable number, which does not vote; counting "7/14" as 7, say, moves the fourth digit
     assert sum(votes) / 1319 == pytest.approx(0.4818, abs=1e-4)

@@ -36,14 +36,21 @@ SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant",
 def chat(tmp_path_factory):
     """A random Llama whose tokenizer puts a BOS before text, and has a chat template that writes one too."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special, alphabet = ["<pad>", "<eos>", "<bos>", "<end>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(["[user]\n[assistant]\nthe answer is four, not five"] * 9, trainer)
-    bpe.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -65,7 +72,9 @@ def jsonl(path, rows):
 def imported(run, policy, rows, *arguments):
     """Trajectories of an import that must succeed, and what it printed."""
     source = rows if not isinstance(rows, list) else jsonl(run.folder / "a.jsonl", rows)
-    code, out, err = run(main, "import", source, "--policy", policy, "--out", "a.parquet", *arguments)
+    code, out, err = run(
+        main, "import", source, "--policy", policy, "--out", "a.parquet", *arguments
+    )
     assert code == 0, err
     return read_trajectories(run.folder / "a.parquet"), out
 
@@ -74,25 +83,40 @@ def expected_ids(tokenizer, prompt) -> list[int]:
     """Of a prompt, in the way of the tokenizer's own documentation."""
     if isinstance(prompt, str):
         return [BOS, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    return tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+    return tokenizer.apply_chat_template(
+        prompt, tokenize=True, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
 
 
 CASES = {
     "text": ([{"prompt": "2+2=", "response": "4", "reward": 0.5}], [("2+2=", "4", 0.5)]),
     "chat prompt": ([{"prompt": [ASK], "response": "4", "reward": True}], [([ASK], "4", 1)]),
-    "chat response": ([{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}], [([SYSTEM, ASK], "4", 1)]),
+    "chat response": (
+        [{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}],
+        [([SYSTEM, ASK], "4", 1)],
+    ),
     "one message": ([{"prompt": [ASK], "response": SAY, "reward": False}], [([ASK], "4", -1)]),
-    "text, chat response": ([{"prompt": "2+2=", "response": [SAY], "reward": 1}], [("2+2=", "4", 1)]),
-    "conversation": ([{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}], [([SYSTEM, ASK], "4", -0.5)]),
+    "text, chat response": (
+        [{"prompt": "2+2=", "response": [SAY], "reward": 1}],
+        [("2+2=", "4", 1)],
+    ),
+    "conversation": (
+        [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
+        [([SYSTEM, ASK], "4", -0.5)],
+    ),
     "turns before the prompt": (
         [{"prompt": [ASK, WRONG, ASK], "response": "4", "reward": 1}],
         [([ASK, WRONG, ASK], "4", 1)],
     ),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
-    "TRL unpaired chat": ([{"prompt": [ASK], "completion": [WRONG], "label": False}], [([ASK], "five", -1)]),
-    "TRL paired": ([{"prompt": "2+2=", "chosen": "4", "rejected": "five"}], [("2+2=", "4", 1), ("2+2=", "five", -1)]),
+    "TRL unpaired chat": (
+        [{"prompt": [ASK], "completion": [WRONG], "label": False}],
+        [([ASK], "five", -1)],
+    ),
+    "TRL paired": (
+        [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
+        [("2+2=", "4", 1), ("2+2=", "five", -1)],
+    ),
     "TRL paired chat": (
         [{"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
@@ -102,16 +126,37 @@ CASES = {
         [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
     ),
     "TRL implicit prompt, text": (
-        [{"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"}],
-        [("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1), ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1)],
+        [
+            {
+                "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
+                "rejected": "\n\nHuman: 2+2?\n\nAssistant: five",
+            }
+        ],
+        [
+            ("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1),
+            ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1),
+        ],
     ),
     "question beside conversations": (
         [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
         [([ASK], "4", 1), ([ASK], "five", -1)],
     ),
-    "verl": ([{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}], [("2+2=", "4", 1)]),
+    "verl": (
+        [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
+        [("2+2=", "4", 1)],
+    ),
     "verl validation": (
-        [{"input": "2+2=", "output": "4", "gts": None, "score": -1.0, "step": 3, "reward": 7.0, "acc": False}],
+        [
+            {
+                "input": "2+2=",
+                "output": "4",
+                "gts": None,
+                "score": -1.0,
+                "step": 3,
+                "reward": 7.0,
+                "acc": False,
+            }
+        ],
         [("2+2=", "4", -1)],
     ),
     "OpenRLHF": ([{"input": "2+2=", "output": "4", "reward": -1.25}], [("2+2=", "4", -1.25)]),
@@ -166,7 +211,9 @@ def test_pairs_with_equal_responses_are_left_out_and_counted(run, chat):
         {"chosen": "2+2=4", "rejected": "2+2=4"},
         {"chosen": [ASK, SAY], "rejected": [ASK, SAY]},
     ]
-    trajectories, out = imported(run, chat, [*equal, {"prompt": "2+2=", "chosen": "4", "rejected": ""}])
+    trajectories, out = imported(
+        run, chat, [*equal, {"prompt": "2+2=", "chosen": "4", "rejected": ""}]
+    )
     assert [(t.response, t.reward) for t in trajectories] == [("4", 1), ("", -1)]
     assert "left out as too long: 0, as pairs of equal responses: 5" in out
     jsonl(run.folder / "a.jsonl", equal)
@@ -176,7 +223,9 @@ def test_pairs_with_equal_responses_are_left_out_and_counted(run, chat):
 
 def test_published_dialogues_train(run, chat):
     rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
-    (run.folder / "test.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    (run.folder / "test.jsonl.gz").write_bytes(
+        gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    )
     imported(run, chat, "test.jsonl.gz")
     nothing = [f"--data.{name}=null" for name in ("val", "test", "problems")]
     code, _, err = run(
@@ -184,7 +233,9 @@ def test_published_dialogues_train(run, chat):
         "--data.train=a.parquet", "--data.batch_size=7", "--trainer.enable_progress_bar=false",
     )  # fmt: skip
     assert code == 0, err
-    summary = json.loads((run.folder / "runs" / "arithmetic" / "version_0" / "summary.json").read_text())
+    summary = json.loads(
+        (run.folder / "runs" / "arithmetic" / "version_0" / "summary.json").read_text()
+    )
     assert (summary["steps"], summary["trajectories"]) == (2, 2 * len(rows))
     assert summary["max_abs_log_ratio_at_start"] < 1e-4
 
@@ -204,11 +255,17 @@ def test_published_dialogues_train(run, chat):
     ],
 )
 def test_a_finished_response_has_one_end_token(run, chat, response, finished, end):
-    (t,), _ = imported(run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}])
+    (t,), _ = imported(
+        run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}]
+    )
     tokenizer = load_tokenizer(str(chat))
     text = [] if not response else tokenizer("4", add_special_tokens=False)["input_ids"]
     for token in end:
-        text += [token] if isinstance(token, int) else tokenizer(token, add_special_tokens=False)["input_ids"]
+        text += (
+            [token]
+            if isinstance(token, int)
+            else tokenizer(token, add_special_tokens=False)["input_ids"]
+        )
     assert t.response_ids == text and t.finished is finished
 
 
@@ -221,9 +278,23 @@ def test_a_rendered_prompt_gets_no_second_bos(run, chat):
 
 def test_optional_keys_are_kept(run, tmp_path, policy):
     rows = [
-        {"prompt": "1+2>", "response": "1+2=3;#3", "reward": True, "gold": "3", "valid": True, "answer": 3},
+        {
+            "prompt": "1+2>",
+            "response": "1+2=3;#3",
+            "reward": True,
+            "gold": "3",
+            "valid": True,
+            "answer": 3,
+        },
         {"prompt": "1+2>", "response": "#4", "reward": False, "valid": False},
-        {"prompt": "2*2>", "response": "2*2=", "reward": 0.25, "finished": False, "group": "mine", "prompt_id": 7},
+        {
+            "prompt": "2*2>",
+            "response": "2*2=",
+            "reward": 0.25,
+            "finished": False,
+            "group": "mine",
+            "prompt_id": 7,
+        },
     ]
     (first, second, third), out = imported(run, policy, rows)
     assert "3 of 2 prompts" in out and "66.7%" in out
@@ -238,17 +309,27 @@ def test_prompts_of_several_files_keep_their_identity(run, policy):
     rows = [{"prompt": prompt, "response": "1", "reward": 1} for prompt in ("1>", "2>")]
     here, _ = imported(run, policy, rows)
     there, _ = imported(run, policy, rows[::-1])
-    assert [t.group for t in here] == [t.group for t in there[::-1]] and here[0].group != here[1].group
+    assert [t.group for t in here] == [t.group for t in there[::-1]] and here[0].group != here[
+        1
+    ].group
 
 
 @pytest.mark.parametrize(
     "rows",
     [
         [
-            {"prompt": [SYSTEM, ASK | {"name": "ann"}], "response": [SAY], "reward": 1.0, "gold": "4", "group": None},
+            {
+                "prompt": [SYSTEM, ASK | {"name": "ann"}],
+                "response": [SAY],
+                "reward": 1.0,
+                "gold": "4",
+                "group": None,
+            },
             {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
         ],
-        [{"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]}],  # a null name in one prompt of Parquet's
+        [
+            {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]}
+        ],  # a null name in one prompt of Parquet's
     ],
 )
 def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
@@ -264,14 +345,21 @@ def test_import_takes_what_other_programs_write(run, tmp_path, policy):
     (exact, _), _ = imported(run, policy, tmp_path / "a.jsonl")
     (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
     assert 0 < np.abs(np.subtract(first.ref_logprobs, exact.ref_logprobs)).max() < 0.05
-    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (first.prompt_id, second.prompt_id)
+    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (
+        first.prompt_id,
+        second.prompt_id,
+    )
     assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
 @pytest.mark.parametrize(
     ("case", "words", "gold"),
     [
-        ("verl", "do not mark responses that were cut off, and verl's prompts lack special tokens", "4"),
+        (
+            "verl",
+            "do not mark responses that were cut off, and verl's prompts lack special tokens",
+            "4",
+        ),
         ("verl validation", "keys without a meaning are ignored: acc, step", None),
         ("OpenRLHF", "do not mark responses that were cut off", None),
     ],
@@ -296,7 +384,9 @@ def test_good_files_cause_no_warning(run, chat, recwarn):
 
 
 def test_overlong_trajectories_are_left_out_and_counted(run, policy):
-    rows = [{"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3, 200)]  # 64 with the end
+    rows = [
+        {"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3, 200)
+    ]  # 64 with the end
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
     assert "left out as too long: 2" in out and "trajectories  2 of 1 prompts" in out
@@ -310,7 +400,9 @@ def test_several_files_are_imported_as_one(run, tmp_path, chat):
     rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(6)]
     whole, _ = imported(run, chat, rows)
     jsonl(tmp_path / "b-2.jsonl", rows[2:3])
-    (tmp_path / "b-1.json.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[:2])).encode()))
+    (tmp_path / "b-1.json.gz").write_bytes(
+        gzip.compress("\n".join(map(json.dumps, rows[:2])).encode())
+    )
     pq.write_table(pa.Table.from_pylist(rows[3:5]), tmp_path / "c.parquet")
     with pa.output_stream(tmp_path / "d.jsonl.zst", compression="zstd") as file:
         file.write(json.dumps(rows[5]).encode())
@@ -318,10 +410,12 @@ def test_several_files_are_imported_as_one(run, tmp_path, chat):
     options = [f"--policy={chat}", "--out=all.parquet"]
     assert run(main, "import", *files, *options)[0] == 0
     parts = read_trajectories(tmp_path / "all.parquet")
-    assert [t.response_ids for t in parts] == [t.response_ids for t in whole] and [t.prompt for t in parts] == [
-        t.prompt for t in whole
-    ]
-    rejected(run, "import names c.parquet twice", "import", *files, "?.parquet", *options, main=main)
+    assert [t.response_ids for t in parts] == [t.response_ids for t in whole] and [
+        t.prompt for t in parts
+    ] == [t.prompt for t in whole]
+    rejected(
+        run, "import names c.parquet twice", "import", *files, "?.parquet", *options, main=main
+    )
     rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
     for missing in ("nowhere.jsonl.gz", "x*.jsonl"):
         rejected(run, f"{missing} cannot be read", "import", *files, missing, *options, main=main)
@@ -353,8 +447,12 @@ def test_unknown_tokens_are_reported_and_above_one_percent_warned_about(run, pol
     assert line in run(main, "inspect", "kept.parquet")[1].splitlines()
 
 
-@pytest.mark.parametrize("token", [None, "<eos>"])  # GPT-2's tokenizer has its end token as unknown token
-def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(run, tmp_path, chat, recwarn, token):
+@pytest.mark.parametrize(
+    "token", [None, "<eos>"]
+)  # GPT-2's tokenizer has its end token as unknown token
+def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(
+    run, tmp_path, chat, recwarn, token
+):
     shutil.copytree(chat, tmp_path / "policy")
     tokenizer = load_tokenizer(str(chat))
     tokenizer.unk_token = token
@@ -373,7 +471,9 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
 
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("call", [WRONG, CALL], ids=["text", "tool call"])
-def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(run, chat, call, finished):
+def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(
+    run, chat, call, finished
+):
     """By the template's own text: what stands between `[assistant]` and `<end>`, and `<end>`, where it was sampled."""
     last = SAY | {"content": "4\n"}  # a cut response may end in a line break
     messages = [ASK, call, TOOL, SAY, ASK, last]
@@ -384,13 +484,21 @@ def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_toke
     assert t.prompt + t.response == whole
     ids, sampled = np.array(t.response_ids), np.array(t.sampled)
     parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)  # sampled and not, in turn
-    said = ["five<end>" if call is WRONG else "add(2, 2)<end>", "4<end>", "4\n<end>" if finished else "4\n"]
+    said = [
+        "five<end>" if call is WRONG else "add(2, 2)<end>",
+        "4<end>",
+        "4\n<end>" if finished else "4\n",
+    ]
     between = ["\n[tool]\n4<end>\n[assistant]\n", "\n[user]\n2+2?<end>\n[assistant]\n"]
     assert [tokenizer.decode(part) for part in parts[::2]] == said and sampled[0]
     assert [tokenizer.decode(part) for part in parts[1::2]] == between
     assert t.finished == finished and len(t.ref_logprobs) == len(sampled) == len(ids)
     model = load_policy(str(chat)).model.double()
-    log_probs = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 :]
+    log_probs = (
+        model(torch.tensor([t.prompt_ids + t.response_ids]))
+        .logits[0]
+        .log_softmax(-1)[len(t.prompt_ids) - 1 :]
+    )
     expected = [log_probs[i, token].item() if sampled[i] else 0.0 for i, token in enumerate(ids)]
     np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-4)
 
@@ -411,34 +519,56 @@ def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, ch
         (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
         (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(*change))
         clear_caches()
-        code, _, err = run(main, "import", rows, "--policy", tmp_path / "policy", "--out", "a.parquet")
+        code, _, err = run(
+            main, "import", rows, "--policy", tmp_path / "policy", "--out", "a.parquet"
+        )
         assert (code, err) == (0, "") if words is None else code == 2 and words in err
 
 
 PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
 MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
-    "no reward": (PLAIN, {"reward": None}, "row 2: the keys with a value (prompt, response) fit no formats; expected"),
+    "no reward": (
+        PLAIN,
+        {"reward": None},
+        "row 2: the keys with a value (prompt, response) fit no formats; expected",
+    ),
     "no key": (PLAIN, dict.fromkeys(PLAIN), "row 2: the keys with a value (none) fit no formats"),
     "two formats": (
         PLAIN,
         {"completion": "2", "label": True},
         "row 2: the keys with a value (completion, label, prompt, response, re",
     ),
-    "label and reward": (PLAIN, {"messages": [ASK, SAY]}, "fit 2 formats; expected those of one: prompt, resp"),
+    "label and reward": (
+        PLAIN,
+        {"messages": [ASK, SAY]},
+        "fit 2 formats; expected those of one: prompt, resp",
+    ),
     "prompt": (PLAIN, {"prompt": 1}, "row 2: key 'prompt' holds 1, expected chat messages"),
     "response": (PLAIN, {"response": 2}, "key 'response' holds 2, expected chat messages"),
     "no message": (CHAT, {"messages": []}, "key 'messages' holds [], expected chat messages"),
-    "text as conversation": (CHAT, {"messages": "1"}, "key 'messages' holds '1', expected chat messages"),
+    "text as conversation": (
+        CHAT,
+        {"messages": "1"},
+        "key 'messages' holds '1', expected chat messages",
+    ),
     "no prompt": (CHAT, {"messages": [SAY]}, "key 'prompt' holds [], expected chat messages"),
     "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in an assistant message, the only one"),
     "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt ends in an assistant message"),
-    "two responses": (PLAIN, {"response": [SAY, SAY]}, "must end in an assistant message, the only one"),
+    "two responses": (
+        PLAIN,
+        {"response": [SAY, SAY]},
+        "must end in an assistant message, the only one",
+    ),
     "role": (
         CHAT,
         {"messages": [ASK | {"role": "human"}, SAY]},
         "expected chat messages with content and a role of system, ",
     ),
-    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected chat messages with content and a role of"),
+    "no content": (
+        CHAT,
+        {"messages": [{"role": "user"}, SAY]},
+        "expected chat messages with content and a role of",
+    ),
     "content in parts": (
         CHAT,
         {"messages": [ASK | {"content": [1]}, SAY]},
@@ -459,12 +589,28 @@ MALFORMED = {  # an entry that is accepted, the changes that make it bad, words 
         {"chosen": " 4", "rejected": " 5"},
         "no common beginning",
     ),
-    "an empty dialogue": ({"chosen": "2+2=4", "rejected": "2+2=5"}, {"rejected": ""}, "no common beginning"),
-    "text and messages": ({"chosen": "2=4", "rejected": "2=5"}, {"rejected": [ASK, WRONG]}, "key 'chosen' holds '2=4'"),
-    "reward": (PLAIN, {"reward": "1"}, "key 'reward' holds '1', expected a boolean or a number up to 1000000"),
+    "an empty dialogue": (
+        {"chosen": "2+2=4", "rejected": "2+2=5"},
+        {"rejected": ""},
+        "no common beginning",
+    ),
+    "text and messages": (
+        {"chosen": "2=4", "rejected": "2=5"},
+        {"rejected": [ASK, WRONG]},
+        "key 'chosen' holds '2=4'",
+    ),
+    "reward": (
+        PLAIN,
+        {"reward": "1"},
+        "key 'reward' holds '1', expected a boolean or a number up to 1000000",
+    ),
     "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
     "huge reward": (PLAIN, {"reward": -1e39}, "key 'reward' holds -1e+39"),
-    "label": ({"prompt": "1", "completion": "2", "label": True}, {"label": 0}, "key 'label' holds 0"),
+    "label": (
+        {"prompt": "1", "completion": "2", "label": True},
+        {"label": 0},
+        "key 'label' holds 0",
+    ),
     "score": ({"input": "1", "output": "2", "score": 1}, {"score": [1]}, "key 'score' holds [1]"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "row 2: the response is empty"),
     "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
@@ -488,9 +634,14 @@ def test_the_corrected_entries_are_imported(run, chat):
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
-    for changes, words in (({"prompt": [USER]}, "no chat template"), ({"prompt": ""}, "the prompt is empty")):
+    for changes, words in (
+        ({"prompt": [USER]}, "no chat template"),
+        ({"prompt": ""}, "the prompt is empty"),
+    ):
         jsonl(run.folder / "bad.jsonl", [PLAIN | changes])
-        rejected(run, words, "import", "bad.jsonl", f"--policy={policy}", "--out=a.parquet", main=main)
+        rejected(
+            run, words, "import", "bad.jsonl", f"--policy={policy}", "--out=a.parquet", main=main
+        )
     imported(run, policy, [PLAIN])
 
 
@@ -498,7 +649,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run, tmp_path):
     folder = make_policy(tmp_path / "small", vocab_size=15)
     jsonl(tmp_path / "a.jsonl", [{"prompt": "1>", "response": "2", "reward": 1}])
     rejected(
-        run, "beyond the model's vocabulary of 15", "import", "a.jsonl", f"--policy={folder}", "--out=b", main=main
+        run,
+        "beyond the model's vocabulary of 15",
+        "import",
+        "a.jsonl",
+        f"--policy={folder}",
+        "--out=b",
+        main=main,
     )
     jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "response": "2", "reward": 1}])
     assert imported(run, folder, tmp_path / "a.jsonl")

@@ -67,11 +67,17 @@ def test_a_model_replaces_a_model_and_no_other_folder(tmp_path):
         with atomic(model) as folder:
             folder.mkdir()
             (folder / "config.json").write_text(content)
-    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {"precious", "model"}
+    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {
+        "precious",
+        "model",
+    }
     with pytest.raises(RuntimeError), atomic(model) as folder:
         folder.mkdir()
         raise RuntimeError
-    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {"precious", "model"}
+    assert (model / "config.json").read_text() == "second" and names(tmp_path) == {
+        "precious",
+        "model",
+    }
 
 
 def test_a_process_killed_while_it_writes_leaves_the_old_file_and_the_next_write_sweeps(tmp_path):
@@ -91,9 +97,20 @@ with atomic({str(path)!r}) as temporary:
 
 
 def test_sweeping_removes_what_dead_processes_left_and_nothing_else(tmp_path):
-    dead, living, own = finished_process(), os.getppid(), os.getpid()  # a container gives the same id again
+    dead, living, own = (
+        finished_process(),
+        os.getppid(),
+        os.getpid(),
+    )  # a container gives the same id again
     left = {f".policy.{process}.{end}" for process in (dead, own) for end in ("tmp", "old")}
-    kept = {f".policy.{living}.tmp", "policy", ".hidden", ".a.b.tmp", "a.1.tmp", f".policy.{dead}.txt"}
+    kept = {
+        f".policy.{living}.tmp",
+        "policy",
+        ".hidden",
+        ".a.b.tmp",
+        "a.1.tmp",
+        f".policy.{dead}.txt",
+    }
     for name in left | kept:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -123,8 +140,15 @@ def test_a_command_ends_with_one_sentence_for_bad_input_and_a_full_disk(capsys):
     code, sentence = end_of(capsys, InputError("x" * 5000))
     assert code == 2 and len(sentence) < 500
     code, sentence = end_of(capsys, OSError(errno.ENOSPC, "No space left", "/runs/a"))
-    assert code == 2 and sentence.startswith("error: the disk is full (/runs/a)") and sentence.count("\n") == 1
-    for error in (RuntimeError("a bug"), OSError(errno.EIO, "broken")):  # these keep their traceback
+    assert (
+        code == 2
+        and sentence.startswith("error: the disk is full (/runs/a)")
+        and sentence.count("\n") == 1
+    )
+    for error in (
+        RuntimeError("a bug"),
+        OSError(errno.EIO, "broken"),
+    ):  # these keep their traceback
         with pytest.raises(type(error)), command():
             raise error
 
@@ -137,7 +161,10 @@ def test_text_is_printable_and_shortened_in_its_middle():
 
 def test_a_librarys_message_gives_its_first_line():
     assert first_line(ValueError("\nwrong\nand more")) == "wrong"
-    assert first_line(ValueError("Error in the header:\n  too short\nand more")) == "Error in the header: too short"
+    assert (
+        first_line(ValueError("Error in the header:\n  too short\nand more"))
+        == "Error in the header: too short"
+    )
     assert first_line(KeyError()) == "KeyError"
 
 
@@ -153,9 +180,15 @@ def test_an_input_error_is_found_inside_a_librarys():
 
 
 def test_running_out_of_memory_is_recognised():
-    for error in (MemoryError(), RuntimeError("CUDA out of memory."), RuntimeError("can't allocate memory")):
+    for error in (
+        MemoryError(),
+        RuntimeError("CUDA out of memory."),
+        RuntimeError("can't allocate memory"),
+    ):
         assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(
+        ValueError("out of memory")
+    )
 
 
 def test_a_parser_names_the_wrong_argument_in_one_sentence():
@@ -175,7 +208,10 @@ def test_options_take_dashes_for_underscores_also_in_subcommands():
     parser.add_subcommands().add_subcommand("score", inner)
     inner.add_argument("--microbatch_tokens", type=int, default=1)
     inner.add_function_arguments(printable, as_group=False, skip={"text", "kept"})
-    for arguments in (["--microbatch-tokens", "3", "--limit=-5"], ["--microbatch_tokens=3", "--limit", "-5"]):
+    for arguments in (
+        ["--microbatch-tokens", "3", "--limit=-5"],
+        ["--microbatch_tokens=3", "--limit", "-5"],
+    ):
         args = parser.parse_args(["score", *arguments])
         assert (args.score.microbatch_tokens, args.score.limit) == (3, -5)
     with pytest.raises(InputError, match="--microbatch-token=3"):

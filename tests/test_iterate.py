@@ -39,7 +39,9 @@ class Parity(Task):
 
     def grade(self, response, gold):
         length = len(response)
-        return Grade(1.0 if length % 2 == 0 else -1.0, length > 3, str(length % 4) if length > 3 else None)
+        return Grade(
+            1.0 if length % 2 == 0 else -1.0, length > 3, str(length % 4) if length > 3 else None
+        )
 
 
 class Train:
@@ -47,7 +49,10 @@ class Train:
 
     def __init__(self):
         self.stages: list[str] = []
-        self.killed_at, self.half_done = None, False  # number of a stage, and whether it has written something by then
+        self.killed_at, self.half_done = (
+            None,
+            False,
+        )  # number of a stage, and whether it has written something by then
 
     def __call__(self, stage, rest, given, read=False):
         folder = Path(given.get("data.out", "config" if read else "fit"))
@@ -60,14 +65,18 @@ class Train:
         if stage == "predict":
             policy, task, seed = given["model.policy"], Parity(), given["seed_everything"]
             samples, problems = given["data.samples"], task.problems(given["data.problems"])
-            job = SamplingJob(policy, task, problems, samples, Sampling(top_k=0, max_new_tokens=12), seed)
+            job = SamplingJob(
+                policy, task, problems, samples, Sampling(top_k=0, max_new_tokens=12), seed
+            )
             for path, part in job.missing_parts(folder)[: 1 if killed else None]:
                 job.sample_part(path, part, LocalSampler(), load_policy(policy))
         else:
             logger = iterate.LOGGER
             version = Path(given[f"{logger}.save_dir"], given[f"{logger}.name"], "version_0")
             assert given["ckpt_path"] == "last" and given["data.test"] == "null"
-            assert read_metadata(given["data.train"])["policy"] == policy_fingerprint(given["model.policy"])
+            assert read_metadata(given["data.train"])["policy"] == policy_fingerprint(
+                given["model.policy"]
+            )
             make_policy(version / "policy", seed=given["seed_everything"], scale=0.3)
             if not killed:
                 (version / "summary.json").write_text(json.dumps({"steps": UPDATES}))
@@ -102,10 +111,16 @@ def arrange(folder: Path, patch) -> Train:
     """Policy and problems in the current folder, a stand-in for train.py; no figures are drawn, which takes long."""
     make_policy(folder / "base", scale=0.3)
     for name, count, first in (("problems", 5, 0), ("test", 4, 50)):
-        lines = [f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(first, first + count)]
+        lines = [
+            f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(first, first + count)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     train = Train()
-    for where, name, value in ((iterate, "train", train), (pipeline, "PART", 2), (report, "draw", lambda *_: None)):
+    for where, name, value in (
+        (iterate, "train", train),
+        (pipeline, "PART", 2),
+        (report, "draw", lambda *_: None),
+    ):
         patch.setattr(where, name, value)
     patch.chdir(folder)
     patch.setattr(signal, "signal", lambda *_: None)
@@ -113,7 +128,16 @@ def arrange(folder: Path, patch) -> Train:
 
 
 def command(*more: str) -> list[str]:
-    return ["iterate", "--out=out", "--iterations", "2", "--curate=anna_karenina", "--pool=6", "--seed=7", *more]
+    return [
+        "iterate",
+        "--out=out",
+        "--iterations",
+        "2",
+        "--curate=anna_karenina",
+        "--pool=6",
+        "--seed=7",
+        *more,
+    ]
 
 
 @pytest.fixture
@@ -126,7 +150,9 @@ def results(folder: Path) -> list[dict]:
 
 
 def test_results_of_a_loss_overlay_are_named_after_both(train, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["iterate", "--iterations=1", "--config=configs/loss/reinforce.yaml"])
+    monkeypatch.setattr(
+        sys, "argv", ["iterate", "--iterations=1", "--config=configs/loss/reinforce.yaml"]
+    )
     iterate.main()
     assert [path.name for path in Path("runs").iterdir()] == ["x-reinforce-iterated"]
 
@@ -135,10 +161,16 @@ def test_every_stage_works_on_the_newest_policy(whole):
     policy = whole / "base"
     for i, row in enumerate(results(whole)):
         folder = whole / "out" / f"iteration_{i}"
-        assert whole / row["policy"] == policy and (row["iteration"], row["updates"]) == (i, UPDATES * i)
+        assert whole / row["policy"] == policy and (row["iteration"], row["updates"]) == (
+            i,
+            UPDATES * i,
+        )
         test = read_metadata(folder / "test" / "part-00000.parquet")
         assert test["policy"] == policy_fingerprint(str(policy))
-        assert (test["sampling"]["seed"], test["sampling"]["samples"]) == (7999, 4)  # the seed of every test
+        assert (test["sampling"]["seed"], test["sampling"]["samples"]) == (
+            7999,
+            4,
+        )  # the seed of every test
         assert len(read_parts(folder / "test")) == 4 * 4
         if i == 2:
             assert row["curation"] is None and {path.name for path in folder.iterdir()} == {"test"}
@@ -150,7 +182,9 @@ def test_every_stage_works_on_the_newest_policy(whole):
         assert row["curation"]["before"]["trajectories"] == 5 * 6 and row["curation"]["budget"] == 4
         assert row["curation"]["seed"] == 7000 + i
         kept = read_trajectories(folder / "train.parquet")
-        assert {t.group for t in kept} == {f"{i}/{problem}" for problem in range(5)} and len(kept) <= 5 * 4
+        assert {t.group for t in kept} == {f"{i}/{problem}" for problem in range(5)} and len(
+            kept
+        ) <= 5 * 4
         policy = folder / "fit" / "version_0" / "policy"
     assert {path.name for path in (whole / "out").iterdir()} == {
         ".lock", "iterate.json", "results.json", "results.md", *(f"iteration_{i}" for i in range(3)),
@@ -161,7 +195,10 @@ def test_figures_against_a_computation_from_the_responses(whole):
     values = []
     for i, row in enumerate(results(whole)):
         rows = read_parts(whole / "out" / f"iteration_{i}" / "test")
-        scores = {problem: [t.reward > 0 for t in rows if t.prompt_id == problem] for problem in map(str, range(4))}
+        scores = {
+            problem: [t.reward > 0 for t in rows if t.prompt_id == problem]
+            for problem in map(str, range(4))
+        }
         values.append(np.array([np.mean(scores[problem]) for problem in scores]))
         assert row["pass@1"]["mean"] == pytest.approx(values[i].mean())
         assert row["pass@1"]["interval"] == pytest.approx(bootstrap_interval(values[i], seed=7))
@@ -172,19 +209,31 @@ def test_figures_against_a_computation_from_the_responses(whole):
             if i:
                 difference = values[i] - values[other]
                 assert row[name]["pass@1"]["mean"] == pytest.approx(difference.mean())
-                assert row[name]["pass@1"]["interval"] == pytest.approx(bootstrap_interval(difference, seed=7))
+                assert row[name]["pass@1"]["interval"] == pytest.approx(
+                    bootstrap_interval(difference, seed=7)
+                )
     assert len({tuple(column) for column in values}) == 3  # so that a mixed-up reference would show
 
 
 def test_differences_are_of_the_problems_and_metrics_that_both_have(whole):
     rows = read_parts(whole / "out" / "iteration_0" / "test")
-    two = [row for row in rows if row.prompt_id in "03"][:6]  # four responses to one problem, two to the other
+    two = [row for row in rows if row.prompt_id in "03"][
+        :6
+    ]  # four responses to one problem, two to the other
     found = iterate.compare([rows, two], 0)
     assert (
-        found["problems"] == 2 and "maj@2" in found and found["difference_to_first"] == found["difference_to_previous"]
+        found["problems"] == 2
+        and "maj@2" in found
+        and found["difference_to_first"] == found["difference_to_previous"]
     )
-    before = {problem: np.mean([row.reward > 0 for row in rows if row.prompt_id == problem]) for problem in "03"}
-    now = {problem: np.mean([row.reward > 0 for row in two if row.prompt_id == problem]) for problem in "03"}
+    before = {
+        problem: np.mean([row.reward > 0 for row in rows if row.prompt_id == problem])
+        for problem in "03"
+    }
+    now = {
+        problem: np.mean([row.reward > 0 for row in two if row.prompt_id == problem])
+        for problem in "03"
+    }
     expected = np.mean([now[problem] - before[problem] for problem in "03"])
     assert found["difference_to_first"]["pass@1"]["mean"] == pytest.approx(expected)
     assert found["difference_to_first"].keys() == {"pass@1", "invalid", "length"}
@@ -210,11 +259,16 @@ def test_killed_at_any_stage_it_ends_with_the_same_results(whole, train, run, st
     train.killed_at = None
     code, printed, error = run(iterate.main, *command()[1:])
     assert code == 0, error
-    assert train.stages == STAGES[: stage + 1] + ["config", *STAGES[stage:]]  # and none that was complete again
+    assert train.stages == STAGES[: stage + 1] + [
+        "config",
+        *STAGES[stage:],
+    ]  # and none that was complete again
     for name in ("results.json", "results.md", "iterate.json", "iteration_1/train.parquet"):
         assert (out / name).read_bytes() == (whole / "out" / name).read_bytes(), name
     assert (out / "results.md").read_text() in printed
-    files = [sorted(str(p.relative_to(of)) for p in of.rglob("*.parquet")) for of in (out, whole / "out")]
+    files = [
+        sorted(str(p.relative_to(of)) for p in of.rglob("*.parquet")) for of in (out, whole / "out")
+    ]
     assert files[0] == files[1] and not list(out.rglob("*.partial"))
 
 
@@ -222,12 +276,17 @@ def test_killed_at_any_stage_it_ends_with_the_same_results(whole, train, run, st
 def test_more_iterations_follow_those_that_are_there(whole, train, run):
     shutil.copytree(whole / "out", "out")
     Path("out/results.json").unlink()
-    moved = ["--trainer.devices=2", "--data.microbatch_tokens=512"]  # where it runs, not what it computes
+    moved = [
+        "--trainer.devices=2",
+        "--data.microbatch_tokens=512",
+    ]  # where it runs, not what it computes
     assert run(iterate.main, *command(*moved)[1:])[0] == 0 and train.stages == ["config"]
     assert results(Path(".")) == results(whole)
     assert run(iterate.main, *command("--iterations=3")[1:])[0] == 0
     assert train.stages == ["config", "config", "samples", "fit", "test"]
-    assert [row["policy"] for row in results(Path("."))[:3]] == [row["policy"] for row in results(whole)]
+    assert [row["policy"] for row in results(Path("."))[:3]] == [
+        row["policy"] for row in results(whole)
+    ]
     assert len(results(Path("."))) == 4
     code, _, error = run(iterate.main, *command()[1:])
     assert code == 2 and "with --iterations = 3, now it is 2" in error
@@ -241,7 +300,10 @@ def test_more_iterations_follow_those_that_are_there(whole, train, run):
         ("--curate=uniform", "with --curate = 'anna_karenina', now it is 'uniform'"),
         ("--budget=3", "with --budget = 4, now it is 3"),
         ("--data.sampling.top_p=0.5", "with data.sampling.top_p = None, now it is 0.5"),
-        ("--model.optimizer.init_args.lr=0.1", "with model.optimizer.init_args.lr = 0.01, now it is 0.1"),
+        (
+            "--model.optimizer.init_args.lr=0.1",
+            "with model.optimizer.init_args.lr = 0.01, now it is 0.1",
+        ),
     ],
 )
 def test_another_command_for_the_same_folder_is_rejected(whole, train, run, changed, words):
@@ -249,7 +311,10 @@ def test_another_command_for_the_same_folder_is_rejected(whole, train, run, chan
     before = shutil.copy(whole / "out" / "iterate.json", "out/iterate.json")
     code, _, error = run(iterate.main, *command(changed)[1:])
     assert code == 2 and error.startswith("error: out holds results with") and words in error
-    assert train.stages == ["config"] and Path(before).read_text() == (whole / "out" / "iterate.json").read_text()
+    assert (
+        train.stages == ["config"]
+        and Path(before).read_text() == (whole / "out" / "iterate.json").read_text()
+    )
 
 
 def test_a_command_that_made_no_result_may_be_corrected(train, run):
@@ -288,7 +353,17 @@ def test_the_driver_is_no_rank(train, run, monkeypatch):
 
 
 def test_arguments_of_train_keep_their_order(monkeypatch):
-    given = ["--config", "a.yaml", "--seed", "3", "--config=b.yaml", "--before-sampling", "x -y", "--data.n", "-1"]
+    given = [
+        "--config",
+        "a.yaml",
+        "--seed",
+        "3",
+        "--config=b.yaml",
+        "--before-sampling",
+        "x -y",
+        "--data.n",
+        "-1",
+    ]
     monkeypatch.setattr(sys, "argv", ["iterate", *given])
     found = iterate.parse()
     assert found["rest"] == ["--config", "a.yaml", "--config=b.yaml", "--data.n", "-1"]
@@ -297,10 +372,17 @@ def test_arguments_of_train_keep_their_order(monkeypatch):
 
 def test_each_policy_is_served_before_it_is_sampled(train, run):
     served = Path("served.txt")
-    more = "--model.sampler=ServerSampler", "--before-sampling", f'echo "$POLICY" >> {served}', "--iterations=1"
+    more = (
+        "--model.sampler=ServerSampler",
+        "--before-sampling",
+        f'echo "$POLICY" >> {served}',
+        "--iterations=1",
+    )
     assert run(iterate.main, *command(*more)[1:])[0] == 0
     policies = [Path("base").absolute(), Path("out/iteration_0/fit/version_0/policy").absolute()]
-    assert served.read_text().splitlines() == [str(policy) for policy in policies]  # once for test and samples
+    assert served.read_text().splitlines() == [
+        str(policy) for policy in policies
+    ]  # once for test and samples
     code, _, error = run(iterate.main, *command("--out=other", "--before-sampling=exit 3")[1:])
     assert code == 2 and "--before-sampling ended with code 3" in error
 
@@ -331,7 +413,12 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_exit_codes_of_stages(stand_in, capfd):
     assert iterate.train("0", ["-x"], {"y": 1}, read=True) == "0 -x --y=1\n"
-    for code, own, words in ((2, 2, ""), (143, 143, ""), (1, 1, "ended with code 1"), (7, 1, "ended with code 7")):
+    for code, own, words in (
+        (2, 2, ""),
+        (143, 143, ""),
+        (1, 1, "ended with code 1"),
+        (7, 1, "ended with code 7"),
+    ):
         with pytest.raises(SystemExit) as end:
             iterate.train(str(code), [], {})
         lines = capfd.readouterr().err.splitlines()
@@ -387,13 +474,20 @@ def test_the_command_itself_obeys_sigterm_and_resumes(tmp_path, monkeypatch):
     def start(log) -> subprocess.Popen:
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-m", "topr.iterate", *arguments], cwd=tmp_path, env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "topr.iterate", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
 
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         first = start(file)
-        while first.poll() is None and not (out / "iteration_0" / "fit" / "version_0" / "config.yaml").exists():
+        while (
+            first.poll() is None
+            and not (out / "iteration_0" / "fit" / "version_0" / "config.yaml").exists()
+        ):
             time.sleep(0.01)
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 143, log.read_text()[-3000:]
@@ -401,4 +495,7 @@ def test_the_command_itself_obeys_sigterm_and_resumes(tmp_path, monkeypatch):
     assert "deprecated" not in log.read_text()
     rows = results(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 1] and rows[1]["updates"] == 5
-    assert rows[1]["policy"] == "out/iteration_0/fit/version_0/policy" and (out / "results.png").exists()
+    assert (
+        rows[1]["policy"] == "out/iteration_0/fit/version_0/policy"
+        and (out / "results.png").exists()
+    )

@@ -48,8 +48,12 @@ def test_export_is_the_policy_plus_scaled_adapters(run, policy, data):
     assert moved == 2 * 7  # all linear layers of two decoder layers, no other
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        expected = PeftModel.from_pretrained(load_policy(str(policy)).model, folder / "adapter")(ids).logits
-        torch.testing.assert_close(load_policy(str(folder / "policy")).logits(ids), expected, atol=1e-5, rtol=1e-5)
+        expected = PeftModel.from_pretrained(load_policy(str(policy)).model, folder / "adapter")(
+            ids
+        ).logits
+        torch.testing.assert_close(
+            load_policy(str(folder / "policy")).logits(ids), expected, atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.slow
@@ -66,10 +70,14 @@ def test_checkpoints_hold_adapters_alone_and_resume_exactly(run, policy, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["--model.lora.rank=3", "--model.lora.alpha=5", "--model.lora=null"])
+@pytest.mark.parametrize(
+    "change", ["--model.lora.rank=3", "--model.lora.alpha=5", "--model.lora=null"]
+)
 def test_adapters_of_another_shape_do_not_resume(run, policy, data, change):
     fit(run, policy, data, *LORA, "--trainer.max_steps=1")
-    rejected(run, "another model.lora", *fit_arguments(policy, data, *LORA, change, "--ckpt_path=last"))
+    rejected(
+        run, "another model.lora", *fit_arguments(policy, data, *LORA, change, "--ckpt_path=last")
+    )
 
 
 @pytest.mark.slow
@@ -89,4 +97,6 @@ def test_activation_checkpointing_does_not_change_the_update(run, policy, data, 
 
 
 def test_targets_that_fit_no_layer_are_rejected(run, policy, data):
-    rejected(run, "model.lora.targets", *fit_arguments(policy, data, "--model.lora.targets=[nowhere]"))
+    rejected(
+        run, "model.lora.targets", *fit_arguments(policy, data, "--model.lora.targets=[nowhere]")
+    )

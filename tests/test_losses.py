@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from topr.io import InputError
-from topr.losses import IS, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, advantage_share, baseline_for_rewards, rho
+from topr.losses import (
+    IS,
+    REINFORCE,
+    TIS,
+    TOPR,
+    LossOutput,
+    PositivesOnly,
+    advantage_share,
+    baseline_for_rewards,
+    rho,
+)
 from topr.module import PolicyModule
 from topr.tasks import Arithmetic
 
@@ -31,7 +41,9 @@ def trajectories() -> list[tuple[int, ...]]:
     return ended + list(itertools.product((0, 1), repeat=3))
 
 
-STATES = [head for n in range(3) for head in itertools.product((0, 1), repeat=n)]  # prefixes that are continued
+STATES = [
+    head for n in range(3) for head in itertools.product((0, 1), repeat=n)
+]  # prefixes that are continued
 
 
 def log_softmax(theta: np.ndarray) -> np.ndarray:
@@ -39,7 +51,9 @@ def log_softmax(theta: np.ndarray) -> np.ndarray:
 
 
 def token_log_probs(theta: np.ndarray, tau: tuple[int, ...]) -> np.ndarray:
-    return np.array([log_softmax(theta)[STATES.index(tau[:t])][token] for t, token in enumerate(tau)])
+    return np.array(
+        [log_softmax(theta)[STATES.index(tau[:t])][token] for t, token in enumerate(tau)]
+    )
 
 
 def grad_log_prob(theta: np.ndarray, tau: tuple[int, ...]) -> np.ndarray:
@@ -63,12 +77,16 @@ def loss_terms(loss, theta: torch.Tensor, mu: np.ndarray, reward: np.ndarray):
     """`loss` on all trajectories at once, each one's term, and mu(tau) by which the expectation weighs it."""
     taus = trajectories()
     log_pi = torch.log_softmax(theta, dim=-1)
-    log_pi_N = torch.stack([log_pi[STATES.index(tau[:t]), token] for tau in taus for t, token in enumerate(tau)])
+    log_pi_N = torch.stack(
+        [log_pi[STATES.index(tau[:t]), token] for tau in taus for t, token in enumerate(tau)]
+    )
     log_mu_N = torch.from_numpy(np.concatenate([token_log_probs(mu, tau) for tau in taus]))
     advantage = loss.advantages(reward, np.zeros(len(taus), dtype=int)).astype(np.float64)
     length_B = torch.tensor([len(tau) for tau in taus])
     output = loss(log_pi_N, log_mu_N, length_B, torch.from_numpy(advantage))
-    return output, torch.tensor([math.exp(token_log_probs(mu, tau).sum()) for tau in taus], dtype=torch.float64)
+    return output, torch.tensor(
+        [math.exp(token_log_probs(mu, tau).sum()) for tau in taus], dtype=torch.float64
+    )
 
 
 def autograd(loss, theta: np.ndarray, mu: np.ndarray, reward: np.ndarray) -> np.ndarray:
@@ -80,7 +98,9 @@ def autograd(loss, theta: np.ndarray, mu: np.ndarray, reward: np.ndarray) -> np.
 
 def test_the_enumerated_trajectories_have_probability_one():
     theta, mu, _ = setting()
-    assert sum(math.exp(token_log_probs(mu, tau).sum()) for tau in trajectories()) == pytest.approx(1, abs=1e-12)
+    assert sum(math.exp(token_log_probs(mu, tau).sum()) for tau in trajectories()) == pytest.approx(
+        1, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.3])
@@ -96,7 +116,9 @@ def test_gradient_equals_the_papers_equation(make, limits, baseline):
         weight = math.exp(token_log_probs(mu, tau).sum()) * min(max(ratio, low), high)
         expected -= weight * advantage * grad_log_prob(theta, tau) / len(tau)
     assert np.abs(expected).max() > 1e-3
-    np.testing.assert_allclose(autograd(make(baseline=baseline), theta, mu, reward), expected, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        autograd(make(baseline=baseline), theta, mu, reward), expected, rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("make", "limits"), zip(LOSSES, ROWS, strict=True))
@@ -116,9 +138,13 @@ def test_comparison_ratios_follow_their_definitions(make, limits):
             gradient = np.zeros_like(theta)
             gradient[state] -= np.exp(log_softmax(theta)[state])
             gradient[state, symbol] += 1
-            token -= probability * advantage / T * min(max(math.exp(log_ratio[t]), low), high) * gradient
+            token -= (
+                probability * advantage / T * min(max(math.exp(log_ratio[t]), low), high) * gradient
+            )
     for ratio, expected in (("sequence_mean", sequence_mean), ("token", token)):
-        np.testing.assert_allclose(autograd(make(ratio=ratio), theta, mu, reward), expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(
+            autograd(make(ratio=ratio), theta, mu, reward), expected, rtol=0, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("make", LOSSES)
@@ -134,7 +160,9 @@ def test_finite_differences_agree_with_autograd(make, ratio):
     for index in np.ndindex(theta.shape):
         moved = np.zeros_like(theta)
         moved[index] = step
-        assert (value(theta + moved) - value(theta - moved)) / (2 * step) == pytest.approx(gradient[index], abs=1e-7)
+        assert (value(theta + moved) - value(theta - moved)) / (2 * step) == pytest.approx(
+            gradient[index], abs=1e-7
+        )
 
 
 def test_topr_equals_reinforce_on_policy():
@@ -149,7 +177,9 @@ def test_topr_at_baseline_minus_one_gives_twice_the_gradient_of_positives_only()
     theta, mu, reward = setting()
     reward = np.where(reward > 0, 1.0, -1.0)
     twice = autograd(TOPR(baseline=-1), theta, mu, reward)
-    np.testing.assert_allclose(twice, 2 * autograd(PositivesOnly(), theta, mu, reward), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        twice, 2 * autograd(PositivesOnly(), theta, mu, reward), rtol=0, atol=1e-14
+    )
 
 
 def test_objective_is_bounded_above_with_a_minus_zero_and_not_for_reinforce():
@@ -169,7 +199,12 @@ def test_objective_is_bounded_above_with_a_minus_zero_and_not_for_reinforce():
     for push in (0, 1e2, 1e3, 1e4):
         log_ratio = torch.full((len(worst),), -push / len(worst), dtype=torch.float64)
         for make, values in gains.items():
-            output = make()(log_ratio, torch.zeros_like(log_ratio), torch.tensor([len(worst)]), torch.tensor([-1.0]))
+            output = make()(
+                log_ratio,
+                torch.zeros_like(log_ratio),
+                torch.tensor([len(worst)]),
+                torch.tensor([-1.0]),
+            )
             values.append(float(output.objective_B))
     assert max(gains[TOPR]) <= 0
     assert gains[REINFORCE][-1] > 9e3
@@ -179,11 +214,15 @@ def test_objective_is_bounded_above_with_a_minus_zero_and_not_for_reinforce():
 @pytest.mark.parametrize("ratio", ["sequence", "sequence_mean", "token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_nan_or_inf_for_log_ratios_up_to_ten_thousand(make, ratio, dtype):
-    log_ratio_N = torch.tensor([0.0, 1e-8, -1e-8, 20, -20, 89, -104, 710, -745, 1e4, -1e4] * 2, dtype=dtype)
+    log_ratio_N = torch.tensor(
+        [0.0, 1e-8, -1e-8, 20, -20, 89, -104, 710, -745, 1e4, -1e4] * 2, dtype=dtype
+    )
     log_pi_N = log_ratio_N.requires_grad_()
     count = len(log_ratio_N)
     advantage_B = torch.tensor([1.0] * (count // 2) + [-1.0] * (count // 2), dtype=dtype)
-    output = make(ratio=ratio)(log_pi_N, torch.zeros(count, dtype=dtype), torch.ones(count, dtype=int), advantage_B)
+    output = make(ratio=ratio)(
+        log_pi_N, torch.zeros(count, dtype=dtype), torch.ones(count, dtype=int), advantage_B
+    )
     output.loss_B.sum().backward()
     for values in (*output, log_pi_N.grad):
         assert torch.isfinite(values).all()
@@ -208,7 +247,12 @@ def test_statistics_report_log_ratio_weight_and_truncation():
     torch.testing.assert_close(topr.weight_B, torch.tensor([1.0, math.exp(-6), 1.0, 1.0]))
     torch.testing.assert_close(topr.truncated_B, torch.tensor([1.0, 0.0, 1.0, 0.0]))
     importance = IS()(log_ratio_N, torch.zeros(6), length_B, advantage_B)
-    assert importance.truncated_B.tolist() == [0, 0, 1, 0]  # hits of e^20, which stands for infinity
+    assert importance.truncated_B.tolist() == [
+        0,
+        0,
+        1,
+        0,
+    ]  # hits of e^20, which stands for infinity
 
 
 class Sum(TOPR):
@@ -221,7 +265,11 @@ class Sum(TOPR):
 
 @pytest.mark.parametrize(
     ("baseline", "found"),
-    [(0, "gave Tensor"), (0.5, r"gave loss_B \[\], objective_B \[4\]"), (1, "gave a loss_B without")],
+    [
+        (0, "gave Tensor"),
+        (0.5, r"gave loss_B \[\], objective_B \[4\]"),
+        (1, "gave a loss_B without"),
+    ],
 )
 def test_a_loss_that_returns_something_else_is_refused(baseline, found):
     with pytest.raises(InputError, match=f"Sum must return LossOutput\\(loss_B, .* but {found}"):
@@ -231,7 +279,9 @@ def test_a_loss_that_returns_something_else_is_refused(baseline, found):
 def test_an_advantage_of_zero_is_that_of_a_positive():
     length_B, zero = torch.tensor([2]), torch.zeros(2)
     assert TOPR()(zero - 3, zero, length_B, torch.tensor([0.0])).weight_B.item() == 1
-    assert TOPR()(zero - 3, zero, length_B, torch.tensor([-1.0])).weight_B.item() == pytest.approx(math.exp(-6))
+    assert TOPR()(zero - 3, zero, length_B, torch.tensor([-1.0])).weight_B.item() == pytest.approx(
+        math.exp(-6)
+    )
 
 
 def test_share_and_baseline_invert_each_other():

@@ -25,7 +25,9 @@ from topr.tasks import math
 @pytest.mark.parametrize(("name", "calls"), [("linux", 1), ("darwin", 0)])
 def test_a_child_process_asks_the_kernel_for_its_end_on_linux_only(monkeypatch, name, calls):
     found = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *asked: found.append(asked)))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *asked: found.append(asked))
+    )
     monkeypatch.setattr(sys, "platform", name)
     die_with_parent()
     assert len(found) == calls
@@ -50,14 +52,22 @@ def test_the_peak_of_memory_is_in_gigabytes(policy, monkeypatch, name, unit):
 
 
 def test_the_claims_name_the_architecture_where_no_file_names_the_processor(reported, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(reproduce, "Path", lambda path: Path("nowhere" if path == "/proc/cpuinfo" else path))
+    monkeypatch.setattr(
+        reproduce, "Path", lambda path: Path("nowhere" if path == "/proc/cpuinfo" else path)
+    )
     assert reported("--claims=1")[0]["hardware"] == platform.machine()
 
 
-@pytest.mark.parametrize("accelerator", ["auto", pytest.param("gpu", marks=pytest.mark.slow), "mps"])
-def test_an_apple_gpu_is_rejected_and_the_cpu_beside_it_trains(run, policy, monkeypatch, accelerator):
+@pytest.mark.parametrize(
+    "accelerator", ["auto", pytest.param("gpu", marks=pytest.mark.slow), "mps"]
+)
+def test_an_apple_gpu_is_rejected_and_the_cpu_beside_it_trains(
+    run, policy, monkeypatch, accelerator
+):
     data = write(run.folder / "a.parquet", policy, make_trajectories(policy))
-    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)  # Lightning remembers what torch answers
+    monkeypatch.setattr(
+        MPSAccelerator, "is_available", lambda: True
+    )  # Lightning remembers what torch answers
     arguments = fit_arguments(policy, data, f"--trainer.accelerator={accelerator}")
     rejected(run, "mps, which is not supported; set --trainer.accelerator cpu", *arguments)
     fit(run, policy, data, "--trainer.accelerator=cpu")
@@ -73,5 +83,7 @@ def test_spawned_loader_processes_change_nothing(run):
         f"sys.path.insert(0, {str(ROOT)!r})\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
     )
     arguments = fit_arguments(policy, data, "--data.num_workers=2")
-    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], cwd=run.folder, check=True)
+    subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], cwd=run.folder, check=True
+    )
     assert same_weights(alone, alone.with_name("version_1"))

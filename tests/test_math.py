@@ -42,7 +42,11 @@ def pairs() -> list[tuple[str, str, bool]]:
 def test_equal_answers_and_no_others_are_right():
     found = pairs()
     assert sum(equal for *_, equal in found) >= 310 and sum(not equal for *_, equal in found) >= 310
-    wrong = [(gold, answer) for gold, answer, equal in found if grade(answer, gold).reward != (1 if equal else -1)]
+    wrong = [
+        (gold, answer)
+        for gold, answer, equal in found
+        if grade(answer, gold).reward != (1 if equal else -1)
+    ]
     assert wrong == []
 
 
@@ -137,7 +141,14 @@ def test_neighbouring_boxes_are_not_one_answer():
 
 
 def test_answers_have_one_spelling():
-    spellings = [r"\frac12", r"\dfrac{1}{2}", "1/2", r" \frac 1 2 ", r"$\frac{1}{2}$.", r"\tfrac12\text{ cm}"]
+    spellings = [
+        r"\frac12",
+        r"\dfrac{1}{2}",
+        "1/2",
+        r" \frac 1 2 ",
+        r"$\frac{1}{2}$.",
+        r"\tfrac12\text{ cm}",
+    ]
     assert {grade(spelling, "7").answer for spelling in spellings} == {r"\frac{1}{2}"}
     assert grade("10,080", "7").answer == grade(r"10\,080", "7").answer == "10080"
     nested = [r"\frac{\sqrt3}3", r"\dfrac{\sqrt{3}}{3}", r"\frac { \sqrt 3 } 3"]
@@ -146,14 +157,26 @@ def test_answers_have_one_spelling():
 
 @pytest.mark.parametrize(
     "answer",
-    ["9**9", "a__b", "9^{9^9}", "x^{x^{x^x}}", "9^{99999}", "1000000!", "(9!)!", r"\binom{1000000}{500000}", "٥"],
+    [
+        "9**9",
+        "a__b",
+        "9^{9^9}",
+        "x^{x^{x^x}}",
+        "9^{99999}",
+        "1000000!",
+        "(9!)!",
+        r"\binom{1000000}{500000}",
+        "٥",
+    ],
 )
 def test_costly_answers_are_wrong_without_being_computed(answer, monkeypatch):
     monkeypatch.setattr(Judge, "same", lambda *_: pytest.fail("it was computed"))
     assert grade(answer, "5")[:2] == (-1.0, True)
 
 
-@pytest.mark.parametrize("answer", ["2^{2^3}", "e^{x^2}", "100!", "2^{100}", r"\binom{20}{10}", "n!", "x^{n+1}"])
+@pytest.mark.parametrize(
+    "answer", ["2^{2^3}", "e^{x^2}", "100!", "2^{100}", r"\binom{20}{10}", "n!", "x^{n+1}"]
+)
 def test_ordinary_powers_and_factorials_are_computed(answer):
     assert not tables().costly.search(answer)
 
@@ -260,7 +283,12 @@ def test_time_and_memory_are_bounded_whatever_the_child_does(judge, monkeypatch,
         "equivalence._same_formula = lambda *_: None\n"
         f"equivalence.same = lambda *_: {ENDLESS[kind]}\nequivalence.main()"
     )
-    ignores = ["sh", "-c", "trap '' ALRM; exec \"$@\"", "sh"]  # a child inherits which signals its parent ignores
+    ignores = [
+        "sh",
+        "-c",
+        "trap '' ALRM; exec \"$@\"",
+        "sh",
+    ]  # a child inherits which signals its parent ignores
     monkeypatch.setattr(math, "COMMAND", [*ignores, sys.executable, "-P", "-c", program])
     monkeypatch.setattr(math, "SECONDS", 1)
     start = time.monotonic()
@@ -274,7 +302,9 @@ def test_threads_get_their_own_answers(judge):
     wrong = []
 
     def ask(offset: int):
-        wrong.extend(n for n in range(20) if judge.same(str(n), f"{n - offset}+{5}") is not (offset == 5))
+        wrong.extend(
+            n for n in range(20) if judge.same(str(n), f"{n - offset}+{5}") is not (offset == 5)
+        )
 
     threads = [threading.Thread(target=ask, args=[offset]) for offset in (5, 6, 5, 7)]
     for thread in threads:
@@ -284,7 +314,9 @@ def test_threads_get_their_own_answers(judge):
     assert wrong == []
 
 
-def test_the_child_imports_neither_torch_nor_the_folder_s_files_and_has_a_bound_on_memory(judge, tmp_path, monkeypatch):
+def test_the_child_imports_neither_torch_nor_the_folder_s_files_and_has_a_bound_on_memory(
+    judge, tmp_path, monkeypatch
+):
     (tmp_path / "math.py").write_text("raise ImportError")
     (tmp_path / "json.py").write_text("raise ImportError")
     monkeypatch.chdir(tmp_path)
@@ -292,7 +324,11 @@ def test_the_child_imports_neither_torch_nor_the_folder_s_files_and_has_a_bound_
     process = Path(f"/proc/{judge.child.pid}")
     if process.exists():
         assert "torch" not in (process / "maps").read_text()
-        assert int(re.search(r"Max address space\s+(\d+)", (process / "limits").read_text())[1]) == MEMORY == 2**30
+        assert (
+            int(re.search(r"Max address space\s+(\d+)", (process / "limits").read_text())[1])
+            == MEMORY
+            == 2**30
+        )
 
 
 @pytest.mark.slow
@@ -302,7 +338,9 @@ def test_the_child_ends_with_its_parent_even_in_the_middle_of_a_comparison():
         f"threading.Thread(target=judge.same, args=['6', {HANGS!r}]).start()\n"
         "print(judge.child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     child = int(parent.stdout.readline())
     time.sleep(0.5)
     os.kill(child, 0)
@@ -351,19 +389,28 @@ def test_prompts_ask_for_a_box_and_examples_show_it():
 
 def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     rows = [
-        {"problem": "a", "solution": r"First $\boxed{3}$, no: $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
+        {
+            "problem": "a",
+            "solution": r"First $\boxed{3}$, no: $\boxed{\frac{1}{2}}$.",
+            "level": "Level 1",
+        },
         {"problem": "b", "answer": "4", "solution": r"\boxed{5}", "unique_id": "test/b"},
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = MATH().problems(tmp_path / "train.jsonl")
     assert [(p.id, p.gold) for p in problems] == [("0", r"\frac{1}{2}"), ("test/b", "4")]
     (tmp_path / "bad.jsonl").write_text(json.dumps({"problem": "a", "solution": "5"}))
-    with pytest.raises(InputError, match=r"bad.jsonl: MATH: row 0 has neither an answer nor a solution"):
+    with pytest.raises(
+        InputError, match=r"bad.jsonl: MATH: row 0 has neither an answer nor a solution"
+    ):
         MATH().problems(tmp_path / "bad.jsonl")
 
 
 def test_votes_are_for_values_not_for_spellings():
-    grades = [MATH().grade(rf"\boxed{{{text}}}", r"\frac12") for text in ("0.5", r"\frac12", r"\frac{2}{4}", "3", "3")]
+    grades = [
+        MATH().grade(rf"\boxed{{{text}}}", r"\frac12")
+        for text in ("0.5", r"\frac12", r"\frac{2}{4}", "3", "3")
+    ]
     assert maj_at_k([g.answer for g in grades], [g.reward > 0 for g in grades], 5) == 1
     grades = [MATH().grade(rf"\boxed{{5\text{{ {unit}}}}}", r"5\text{ cm}") for unit in ("cm", "m")]
     assert [g.reward for g in grades] == [1, -1] and grades[0].answer != grades[1].answer

@@ -14,7 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize(
     "case",
-    [{}, {"checkpointing": True}, {"checkpointing": "selective"}, {"lora": True, "checkpointing": True}]
+    [
+        {},
+        {"checkpointing": True},
+        {"checkpointing": "selective"},
+        {"lora": True, "checkpointing": True},
+    ]
     + [{"adafactor": True, "bfloat16": True}],
     ids=str,
 )

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from topr.evaluation import PerProblem, group_by_problem, maj_at_k, pass_at_k, per_problem, summarise
+from topr.evaluation import (
+    PerProblem,
+    group_by_problem,
+    maj_at_k,
+    pass_at_k,
+    per_problem,
+    summarise,
+)
 from topr.evaluation.metrics import bootstrap_interval
 from topr.trajectories import Trajectory
 
@@ -16,7 +23,19 @@ from topr.trajectories import Trajectory
 def responses(prompt: str, *given: tuple[str | None, float]) -> list[Trajectory]:
     """Responses to a prompt from (answer, reward), the i-th of i + 1 tokens; without an answer, they are invalid."""
     return [
-        Trajectory(prompt, prompt, prompt, [3], "", [3] * (i + 1), [], reward, True, answer is not None, answer)
+        Trajectory(
+            prompt,
+            prompt,
+            prompt,
+            [3],
+            "",
+            [3] * (i + 1),
+            [],
+            reward,
+            True,
+            answer is not None,
+            answer,
+        )
         for i, (answer, reward) in enumerate(given)
     ]
 
@@ -33,7 +52,9 @@ def test_pass_at_k_equals_enumeration():
         for k in range(1, n + 1):
             if c <= n:
                 drawn = list(itertools.combinations([True] * c + [False] * (n - c), k))
-                assert pass_at_k(n, c, k) == pytest.approx(np.mean([any(d) for d in drawn]), abs=1e-12)
+                assert pass_at_k(n, c, k) == pytest.approx(
+                    np.mean([any(d) for d in drawn]), abs=1e-12
+                )
     with pytest.raises(ZeroDivisionError):
         pass_at_k(2, 1, 3)
 
@@ -44,7 +65,9 @@ def test_majority_counts_ties_by_expectation_and_ignores_invalid_votes():
     assert maj_at_k(["a", "b", "c"], [True, False, False], 3) == pytest.approx(1 / 3)
     assert maj_at_k([None, None, "a"], [False, False, True], 3) == 1
     assert maj_at_k([None, None], [False, False], 2) == 0
-    assert maj_at_k(["a", "a", "b", "b"], [True, True, False, False], 2) == 0.5  # two disjoint votes
+    assert (
+        maj_at_k(["a", "a", "b", "b"], [True, True, False, False], 2) == 0.5
+    )  # two disjoint votes
     assert maj_at_k(["a", "b", "b"], [True, False, False], 3, weights=[3, 1, 1]) == 1
 
 
@@ -59,7 +82,14 @@ def test_values_of_each_problem():
     assert list(values) == list(expected)  # the order of the columns of a table
     for name, column in expected.items():
         np.testing.assert_allclose(values[name], column, atol=1e-12, err_msg=name)
-    assert list(per_problem(SOME[:-1])) == ["pass@1", "pass@3", "maj@3", "invalid", "length", "ungraded"]  # the fewest
+    assert list(per_problem(SOME[:-1])) == [
+        "pass@1",
+        "pass@3",
+        "maj@3",
+        "invalid",
+        "length",
+        "ungraded",
+    ]  # the fewest
 
 
 def test_weights_belong_to_the_responses_in_their_order():
@@ -75,7 +105,9 @@ def test_ungraded_is_reported_where_a_grader_gave_up():
     rows = responses("p", ("a", 1), ("b", -1), ("b", -1), ("c", -1))
     rows[1].valid = rows[2].valid = None
     found = summarise(per_problem(rows))
-    assert found["ungraded"]["mean"] == found["invalid"]["mean"] == found["maj@4"]["mean"] == 0.5  # b does not vote
+    assert (
+        found["ungraded"]["mean"] == found["invalid"]["mean"] == found["maj@4"]["mean"] == 0.5
+    )  # b does not vote
     assert found["ungraded"]["interval"] == [0.5, 0.5]  # one problem
 
 
@@ -89,7 +121,10 @@ def test_intervals_equal_those_of_a_loop():
     assert bootstrap_interval(values, seed=6) != (low, high)
     normal = 1.96 * values.std() / math.sqrt(37)  # 90% would be 1.64
     assert (high - low) / 2 == pytest.approx(normal, rel=0.06)
-    assert bootstrap_interval(np.ones(5)) == (1, 1) and bootstrap_interval(np.array([0.3])) == (0.3, 0.3)
+    assert bootstrap_interval(np.ones(5)) == (1, 1) and bootstrap_interval(np.array([0.3])) == (
+        0.3,
+        0.3,
+    )
 
 
 def test_summaries_are_of_all_updates():
@@ -104,7 +139,9 @@ def test_summaries_are_of_all_updates():
 @pytest.mark.parametrize("shares", [[[0, 2], [1]], [[0, 1, 2], []], [[], [0, 1, 2]]])
 def test_ranks_gather_the_problems_of_all(tmp_path, shares):
     problems = group_by_problem(SOME)
-    expected = summarise(per_problem([row for share in shares for i in share for row in problems[i]]))
+    expected = summarise(
+        per_problem([row for share in shares for i in share for row in problems[i]])
+    )
 
     def rank(number: int) -> bool:
         store = f"file://{tmp_path}/store"

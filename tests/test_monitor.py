@@ -45,7 +45,11 @@ def test_statistics_of_a_global_batch_computed_by_hand():
     }
     assert training_statistics(rows) == pytest.approx(expected)
     # an advantage of 0 within a group has no sign
-    changed = {"train/positive_share": 0.25, "gradient/positive_share": 0.1, "log_ratio/positives_mean": 0.2}
+    changed = {
+        "train/positive_share": 0.25,
+        "gradient/positive_share": 0.1,
+        "log_ratio/positives_mean": 0.2,
+    }
     found = training_statistics(rows, of_group=True)
     assert {name: found[name] for name in changed} == pytest.approx(changed)
 
@@ -80,7 +84,12 @@ def test_a_model_that_needs_data_is_trained_without_an_estimate(run, policy, tmp
 
 @pytest.mark.parametrize(
     "name, peak",
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA B200", 2250e12)]
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA B200", 2250e12),
+    ]
     + [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", 362e12)],
 )
 def test_the_peak_of_known_gpus_is_that_of_their_data_sheet(monkeypatch, name, peak):

@@ -28,16 +28,25 @@ def run(make, steps: int = 20):
 def test_equals_transformers_with_an_absolute_learning_rate(weight_decay):
     theirs = run(
         lambda p: TransformersAdafactor(
-            p, lr=1e-2, scale_parameter=False, relative_step=False, warmup_init=False, weight_decay=weight_decay
+            p,
+            lr=1e-2,
+            scale_parameter=False,
+            relative_step=False,
+            warmup_init=False,
+            weight_decay=weight_decay,
         )
     )
-    for mine, other in zip(run(lambda p: Adafactor(p, 1e-2, False, weight_decay)), theirs, strict=True):
+    for mine, other in zip(
+        run(lambda p: Adafactor(p, 1e-2, False, weight_decay)), theirs, strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 def test_equals_torch_when_parameters_scale_the_rate():
     theirs = run(lambda p: torch.optim.Adafactor(p, lr=0.3))
-    for mine, other in zip(run(lambda p: Adafactor(p, 0.3, scale_parameter=True)), theirs, strict=True):
+    for mine, other in zip(
+        run(lambda p: Adafactor(p, 0.3, scale_parameter=True)), theirs, strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
 
 
@@ -76,4 +85,6 @@ def test_the_learning_rate_is_absolute():
         weight.grad = torch.full_like(weight, 5.0)
     Adafactor(weights, lr=0.25).step()
     for weight, old in zip(weights, before, strict=True):
-        torch.testing.assert_close(old - weight, torch.full_like(weight, 0.25), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            old - weight, torch.full_like(weight, 0.25), rtol=1e-3, atol=1e-6
+        )

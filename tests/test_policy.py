@@ -92,7 +92,9 @@ def lose_a_shard(folder: Path) -> None:
 
 
 def ask_for_code(folder: Path) -> None:
-    (folder / "evil.py").write_text("import pytest\npytest.fail('code beside the weights was run')\n")
+    (folder / "evil.py").write_text(
+        "import pytest\npytest.fail('code beside the weights was run')\n"
+    )
     calls = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     change(folder / "config.json", model_type="evil", auto_map=calls)
 
@@ -142,7 +144,9 @@ def test_a_broken_policy_is_rejected_and_its_repaired_folder_loads(policy, copy,
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_rejected(policy, tmp_path):
     for name in ("nowhere", "some-organisation/some-model", str(tmp_path / "nowhere")):
-        with pytest.raises(InputError, match="is neither a folder nor a model that the hub delivers"):
+        with pytest.raises(
+            InputError, match="is neither a folder nor a model that the hub delivers"
+        ):
             resolve_policy(name)
     assert resolve_policy(str(policy)) == policy
 
@@ -150,7 +154,9 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_rejected(policy, tmp_
 def log_probs(folder: Path) -> torch.Tensor:
     clear_caches()
     with torch.no_grad():
-        return load_policy(str(folder)).train()(pack([torch.arange(3, 8).numpy()], [torch.arange(8, 15).numpy()]))[0]
+        return load_policy(str(folder)).train()(
+            pack([torch.arange(3, 8).numpy()], [torch.arange(8, 15).numpy()])
+        )[0]
 
 
 def leave_code(folder: Path) -> None:
@@ -163,7 +169,9 @@ HARMLESS = {
     "a pickle beside the weights": overwrite("pytorch_model.bin", pickle.dumps(Bomb())),
     "dropout, which is turned off": set_config(attention_dropout=0.5),
     "unknown keys": set_config(unknown={"a": [1]}),
-    "weights in float64": set_weights(lambda weights: {key: value.double() for key, value in weights.items()}),
+    "weights in float64": set_weights(
+        lambda weights: {key: value.double() for key, value in weights.items()}
+    ),
     "no generation config": remove("generation_config.json"),
 }
 
@@ -229,8 +237,12 @@ def test_a_prompt_gets_one_bos_unless_its_template_writes_it(policy):
 
 
 def test_a_policys_fingerprint_follows_its_weights_and_not_their_files(policy, tmp_path):
-    assert policy_fingerprint(str(policy)) == policy_fingerprint(str(make_policy(tmp_path / "same")))
-    assert policy_fingerprint(str(policy)) != policy_fingerprint(str(make_policy(tmp_path / "other", seed=1)))
+    assert policy_fingerprint(str(policy)) == policy_fingerprint(
+        str(make_policy(tmp_path / "same"))
+    )
+    assert policy_fingerprint(str(policy)) != policy_fingerprint(
+        str(make_policy(tmp_path / "other", seed=1))
+    )
     model = load_policy(str(policy)).model.bfloat16()
     model.save_pretrained(tmp_path / "half")
     model.float().save_pretrained(tmp_path / "wide", max_shard_size="4KB")
@@ -245,7 +257,9 @@ def test_a_policys_fingerprint_follows_its_weights_and_not_their_files(policy, t
 def test_a_tokenizers_fingerprint_follows_its_rules_tokens_and_template_and_not_its_use(policy):
     tokenizer = deepcopy(load_tokenizer(str(policy)))
     before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["1", "1+1"], padding=True, truncation=True, max_length=2)  # leaves its mark on the fast tokenizer
+    tokenizer(
+        ["1", "1+1"], padding=True, truncation=True, max_length=2
+    )  # leaves its mark on the fast tokenizer
     assert tokenizer_fingerprint(tokenizer) == before
     found = [before]
     for edit in (

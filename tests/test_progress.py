@@ -94,13 +94,20 @@ def without_delay(monkeypatch):
     """Every change is shown, however soon it follows."""
     initialise = tqdm.__init__
     monkeypatch.setattr(distributed, "INTERVAL", 1e-9)
-    monkeypatch.setattr(tqdm, "__init__", lambda *args, **more: initialise(*args, **more | {"mininterval": 0.0}))
+    monkeypatch.setattr(
+        tqdm, "__init__", lambda *args, **more: initialise(*args, **more | {"mininterval": 0.0})
+    )
 
 
 @pytest.fixture
 def arguments(tiny):
     """Of a run of two epochs with three updates each, and of five problems."""
-    return [*tiny[1], "--data.batch_size=8", "--trainer.max_epochs=2", "--trainer.val_check_interval=0.5"]
+    return [
+        *tiny[1],
+        "--data.batch_size=8",
+        "--trainer.max_epochs=2",
+        "--trainer.val_check_interval=0.5",
+    ]
 
 
 def counts(shown: list[str], name: str, total: int) -> list[int]:
@@ -111,23 +118,39 @@ def counts(shown: list[str], name: str, total: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [Terminal, pytest.param(Log, marks=pytest.mark.slow)])
-def test_fit_shows_updates_and_responses_and_counts_epochs_from_1(run, arguments, replace_stderr, without_delay, kind):
+def test_fit_shows_updates_and_responses_and_counts_epochs_from_1(
+    run, arguments, replace_stderr, without_delay, kind
+):
     stderr = replace_stderr(kind)
     code, out, _ = run(train.main, "fit", *arguments)
     assert code == 0, stderr.getvalue()
-    found = [re.fullmatch(UPDATE + FIGURES, line) for line in stderr.shown if line.startswith("epoch")]
+    found = [
+        re.fullmatch(UPDATE + FIGURES, line) for line in stderr.shown if line.startswith("epoch")
+    ]
     numbers = [(int(match[1] or match[2]), int(match[3])) for match in found if match]
     assert all(found[kind is Terminal :])  # a bar is drawn before it has figures
     assert set(numbers) >= {(1, 2), (1, 3), (2, 4), (2, 5), (2, 6)} and numbers == sorted(numbers)
-    assert counts(stderr.shown, "test", 15)[-1] == 15 and len(set(counts(stderr.shown, "test", 15))) > 3
+    assert (
+        counts(stderr.shown, "test", 15)[-1] == 15
+        and len(set(counts(stderr.shown, "test", 15))) > 3
+    )
     assert len(set(counts(stderr.shown, "validation", 20))) > 3
     written = stderr.getvalue()
     if kind is Log:
-        assert "\r" not in written and "\x1b" not in written and "|" not in written and "\n\n" not in written
+        assert (
+            "\r" not in written
+            and "\x1b" not in written
+            and "|" not in written
+            and "\n\n" not in written
+        )
     else:
         assert max(map(len, stderr.shown)) == 79
         assert written.endswith("\n") and "test" in stderr.shown[-1]  # no bar is left open
-        kept = [line for line in re.sub("[^\n]*\r", "", written).split("\n") if line.startswith(("epoch", "test"))]
+        kept = [
+            line
+            for line in re.sub("[^\n]*\r", "", written).split("\n")
+            if line.startswith(("epoch", "test"))
+        ]
         assert len(kept) >= 3
 
 
@@ -141,14 +164,25 @@ def test_the_last_bar_shows_the_last_validation(run, arguments, replace_stderr, 
     assert "6/6, 00:00 left" in stderr.shown[-1] and "pass@1 0.600" in stderr.shown[-1]
 
 
-@pytest.mark.parametrize(("device", "more"), [("cpu", ", 1.17k tok/s"), ("cuda", ", MFU 41%, 61 GB")])
+@pytest.mark.parametrize(
+    ("device", "more"), [("cpu", ", 1.17k tok/s"), ("cuda", ", MFU 41%, 61 GB")]
+)
 def test_a_long_run_fits_80_columns(replace_stderr, monkeypatch, device, more):
     stderr, monitor = replace_stderr(Terminal), callbacks.Monitor()
     monkeypatch.setattr(Progress, "enabled", True)
     monitor.speed = SimpleNamespace(device=torch.device(device))
-    metrics = {"train/loss": torch.tensor(0.0123), "val/pass@1": torch.tensor(0.652), "speed/tokens_per_s": 1170.0}
+    metrics = {
+        "train/loss": torch.tensor(0.0123),
+        "val/pass@1": torch.tensor(0.652),
+        "speed/tokens_per_s": 1170.0,
+    }
     metrics |= {"speed/utilisation": 0.41, "speed/peak_memory_gb": 61.2}
-    counts = {"global_step": 933, "max_epochs": 1, "current_epoch": 0, "estimated_stepping_batches": 1868}
+    counts = {
+        "global_step": 933,
+        "max_epochs": 1,
+        "current_epoch": 0,
+        "estimated_stepping_batches": 1868,
+    }
     trainer = SimpleNamespace(**counts, callback_metrics=metrics)
     monitor.on_train_batch_end(trainer)
     trainer.global_step, monitor.bar.start_t = 1234, monitor.bar.start_t - 1800
@@ -198,25 +232,35 @@ def test_a_bar_is_refreshed_a_few_times_a_second(replace_stderr, monkeypatch):
     ],
     ids=["off", "own", "one"],
 )
-def test_nothing_is_shown_beside_a_bar_of_ones_own_or_without_one(run, arguments, replace_stderr, without_delay, more):
+def test_nothing_is_shown_beside_a_bar_of_ones_own_or_without_one(
+    run, arguments, replace_stderr, without_delay, more
+):
     for command in ("fit", "predict"):
         stderr = replace_stderr(Terminal)
         assert run(train.main, command, *arguments, *more, "--data.out=sampled")[0] == 0
         assert stderr.getvalue() == "", command
 
 
-@pytest.mark.parametrize("command, name, total", [("predict", "sampling", 15), ("validate", "validation", 20)])
-def test_each_command_shows_one_bar(run, arguments, replace_stderr, without_delay, monkeypatch, command, name, total):
+@pytest.mark.parametrize(
+    "command, name, total", [("predict", "sampling", 15), ("validate", "validation", 20)]
+)
+def test_each_command_shows_one_bar(
+    run, arguments, replace_stderr, without_delay, monkeypatch, command, name, total
+):
     monkeypatch.setattr("topr.evaluation.pipeline.PART", 2)  # three files
     stderr = replace_stderr(Terminal)
     code, out, _ = run(train.main, command, *arguments, "--data.out=sampled")
     assert code == 0 and counts(stderr.shown, name, total)[-1] == total
-    assert [line for line in re.sub("[^\n]*\r", "", stderr.getvalue()).split("\n") if "responses" in line] == [
-        stderr.shown[-1]
-    ]
+    assert [
+        line
+        for line in re.sub("[^\n]*\r", "", stderr.getvalue()).split("\n")
+        if "responses" in line
+    ] == [stderr.shown[-1]]
 
 
-def test_evaluate_shows_a_bar_for_each_policy(run, arguments, replace_stderr, without_delay, monkeypatch):
+def test_evaluate_shows_a_bar_for_each_policy(
+    run, arguments, replace_stderr, without_delay, monkeypatch
+):
     monkeypatch.setattr("topr.evaluation.report.draw", lambda *_: None)
     stderr = replace_stderr(Terminal)
     policies = [run.folder / "base", make_policy(run.folder / "other", seed=1)]
@@ -228,7 +272,9 @@ def test_evaluate_shows_a_bar_for_each_policy(run, arguments, replace_stderr, wi
     assert stderr.getvalue() == ""  # nothing is missing
 
 
-def test_a_warning_or_an_error_takes_the_line_of_the_bar(run, arguments, replace_stderr, monkeypatch):
+def test_a_warning_or_an_error_takes_the_line_of_the_bar(
+    run, arguments, replace_stderr, monkeypatch
+):
     stderr = replace_stderr(Terminal)
 
     def fail(*_, **__):
@@ -240,7 +286,9 @@ def test_a_warning_or_an_error_takes_the_line_of_the_bar(run, arguments, replace
     assert "left\n\r\x1b[Kerror: out of memory" in stderr.getvalue()  # the bar has ended
 
 
-def test_a_trainer_without_the_command_line_shows_lightning_s_bar_alone(arguments, tmp_path, replace_stderr):
+def test_a_trainer_without_the_command_line_shows_lightning_s_bar_alone(
+    arguments, tmp_path, replace_stderr
+):
     files, task, loss = {"train": str(tmp_path / "train.parquet")}, Arithmetic(), losses.TOPR()
     files["val"] = str(tmp_path / "problems.jsonl")
     module = PolicyModule(str(tmp_path / "base"), task, loss, partial(torch.optim.AdamW, lr=3e-3))
@@ -254,9 +302,13 @@ def test_the_sampler_counts_every_response_and_token(policy, monkeypatch):
     monkeypatch.setattr(Progress, "enabled", True)
     loaded, sampler = load_policy(str(policy)), LocalSampler(rows=4)
     with Progress("sampling", 15) as sampler.progress:
-        found = sampler.sample(loaded, [[3, 4], [5], [6, 7, 8]], 5, Sampling(top_k=0, max_new_tokens=9), 0)
+        found = sampler.sample(
+            loaded, [[3, 4], [5], [6, 7, 8]], 5, Sampling(top_k=0, max_new_tokens=9), 0
+        )
         assert sampler.progress.n == 15
-        assert sampler.progress.tokens == sum(len(response.ids) for some in found for response in some)
+        assert sampler.progress.tokens == sum(
+            len(response.ids) for some in found for response in some
+        )
 
 
 def test_fit_ends_with_the_next_commands(run, arguments, monkeypatch):
@@ -288,21 +340,31 @@ def test_fit_proposes_an_evaluation_only_of_the_same_task(run, arguments, more, 
     code, out, err = run(train.main, "fit", *arguments, *more)
     assert code == 0, err
     assert ("tensorboard" in out) == ("fast_dev_run" not in more[0])
-    assert re.findall(r"--benchmark (\S+)", out) == ([benchmark.format(run.folder)] if benchmark else [])
+    assert re.findall(r"--benchmark (\S+)", out) == (
+        [benchmark.format(run.folder)] if benchmark else []
+    )
 
 
 @pytest.mark.parametrize(
     "command, words",
     [
-        ("predict", "Sample, grade and score responses to data.problems; write trajectory files to data.out."),
-        ("validate", "Sample and grade responses to the problems in data.val, and print the metrics."),
+        (
+            "predict",
+            "Sample, grade and score responses to data.problems; write trajectory files to data.out.",
+        ),
+        (
+            "validate",
+            "Sample and grade responses to the problems in data.val, and print the metrics.",
+        ),
         ("test", "Sample and grade responses to the problems in data.test, and print the metrics."),
     ],
 )
 def test_help_says_what_the_command_does_here(run, command, words):
     code, out, _ = run(train.main, command, "--help")
     text = " ".join(out.split())
-    assert code == 0 and text.count(words.removesuffix(".")) == 2  # of all arguments, and of those of the command
+    assert (
+        code == 0 and text.count(words.removesuffix(".")) == 2
+    )  # of all arguments, and of those of the command
     assert "Run inference" not in text and "evaluation epoch" not in text
 
 
@@ -312,14 +374,27 @@ def test_only_rank_0_shows_progress(tmp_path, arguments):
     script = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from topr import distributed; "
     script += "distributed.INTERVAL = 1e-9; import train; train.main()"
     (tmp_path / "script.py").write_text(script)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "script.py",
+    ]
     settings = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
     settings["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, [*launch, "validate", *arguments, *more])), **settings)
     assert done.returncode == 0, done.stderr
-    alone = subprocess.run(list(map(str, [sys.executable, "script.py", "validate", *arguments])), **settings)
-    figures = [re.findall(r"│ +(\S+) +│ +(\S+) +│", output) for output in (done.stdout, alone.stdout)]
+    alone = subprocess.run(
+        list(map(str, [sys.executable, "script.py", "validate", *arguments])), **settings
+    )
+    figures = [
+        re.findall(r"│ +(\S+) +│ +(\S+) +│", output) for output in (done.stdout, alone.stdout)
+    ]
     assert figures[0] == figures[1] and len(figures[0]) == 15  # intervals as well
-    assert re.findall(r"validation .*?\d/(\d+) responses of rank 0,", done.stderr)[-1] == "12"  # 3 problems of 5
+    assert (
+        re.findall(r"validation .*?\d/(\d+) responses of rank 0,", done.stderr)[-1] == "12"
+    )  # 3 problems of 5
     assert not re.findall(r"validation .*?\d/8 responses", done.stderr)
     assert "sync_dist" not in done.stderr  # Lightning warns of figures that ranks log differently

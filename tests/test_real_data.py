@@ -20,7 +20,9 @@ from topr.trajectories import read_trajectories
 from topr.trajectories.__main__ import main as trajectories_main
 
 SOLUTIONS = SHARED / "gsm8k_example_model_solutions.jsonl"
-pytestmark = pytest.mark.skipif(not SOLUTIONS.exists(), reason=f"needs the GSM8K solutions at {SOLUTIONS}")
+pytestmark = pytest.mark.skipif(
+    not SOLUTIONS.exists(), reason=f"needs the GSM8K solutions at {SOLUTIONS}"
+)
 
 
 def make_llama(folder, texts, hidden: int = 64, layers: int = 2):
@@ -32,7 +34,9 @@ def make_llama(folder, texts, hidden: int = 64, layers: int = 2):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
@@ -48,8 +52,12 @@ def make_llama(folder, texts, hidden: int = 64, layers: int = 2):
 
 @pytest.mark.slow
 def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_path):
-    questions = [json.loads(line) for line in (SHARED / "gsm8k_train.jsonl").read_text().splitlines()]
-    tokenizer = make_llama(tmp_path / "base", [row["question"] + "\n" + row["answer"] for row in questions]).tokenizer
+    questions = [
+        json.loads(line) for line in (SHARED / "gsm8k_train.jsonl").read_text().splitlines()
+    ]
+    tokenizer = make_llama(
+        tmp_path / "base", [row["question"] + "\n" + row["answer"] for row in questions]
+    ).tokenizer
     rows = []
     for number, line in enumerate(SOLUTIONS.read_text().splitlines()[:60]):
         row = json.loads(line)
@@ -77,7 +85,9 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
         "--trainer.enable_progress_bar=false", "--data.batch_size=32",
     )  # fmt: skip
     assert code == 0, err
-    summary = json.loads((tmp_path / "runs" / "arithmetic" / "version_0" / "summary.json").read_text())
+    summary = json.loads(
+        (tmp_path / "runs" / "arithmetic" / "version_0" / "summary.json").read_text()
+    )
     assert (summary["steps"], summary["trajectories"]) == (8, 240)
     assert summary["max_abs_log_ratio_at_start"] < 1e-2
 
@@ -94,27 +104,48 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
     lines = (SHARED / "gsm8k_train.jsonl").read_text().splitlines(True)
     rows, task = [json.loads(line) for line in lines], GSM8K()
     solutions = [
-        re.sub(r"<<.*?>>", "", row["answer"]).replace("\n#### ", " The answer is ").replace("\n", " ") for row in rows
+        re.sub(r"<<.*?>>", "", row["answer"])
+        .replace("\n#### ", " The answer is ")
+        .replace("\n", " ")
+        for row in rows
     ]
-    assert all(task.grade(s, task.problem(r, 0).gold).reward == 1 for s, r in zip(solutions, rows, strict=True))
+    assert all(
+        task.grade(s, task.problem(r, 0).gold).reward == 1
+        for s, r in zip(solutions, rows, strict=True)
+    )
     policy = make_llama(tmp_path / "base", [row["question"] + " " + row["answer"] for row in rows])
     tokenizer = policy.tokenizer
     tokenizer.chat_template = CHAT
-    prompts = [encode_prompt(task.prompt(task.problem(row, 0), tokenizer), tokenizer)[0] for row in rows]
-    easy = [i for i in range(len(rows)) if len(rows[i]["question"]) < 110 and len(solutions[i]) < 130]
+    prompts = [
+        encode_prompt(task.prompt(task.problem(row, 0), tokenizer), tokenizer)[0] for row in rows
+    ]
+    easy = [
+        i for i in range(len(rows)) if len(rows[i]["question"]) < 110 and len(solutions[i]) < 130
+    ]
     imitate(policy, ((prompts[i], solutions[i], True) for i in cycle(easy)), steps=40)
     export_policy(policy, tmp_path / "base")
 
     (tmp_path / "train.jsonl").write_text("".join(lines[i] for i in easy[:8]))
-    (tmp_path / "test.jsonl").write_text("".join((SHARED / "gsm8k_test.jsonl").read_text().splitlines(True)[:3]))
+    (tmp_path / "test.jsonl").write_text(
+        "".join((SHARED / "gsm8k_test.jsonl").read_text().splitlines(True)[:3])
+    )
     config = ["--config", ROOT / "configs" / "gsm8k.yaml", "--trainer.enable_progress_bar=false"]
-    config += ["--model.policy=base", "--data.problems=train.jsonl", "--data.val=test.jsonl", "--data.test=test.jsonl"]
+    config += [
+        "--model.policy=base",
+        "--data.problems=train.jsonl",
+        "--data.val=test.jsonl",
+        "--data.test=test.jsonl",
+    ]
     code, out, err = run(train.main, "predict", *config)
     assert code == 0 and "128 trajectories are under runs/gsm8k/trajectories" in out, err
     sampled = read_trajectories(tmp_path / "runs" / "gsm8k" / "trajectories" / "part-00000.parquet")
-    assert len({t.prompt for t in sampled}) == 8 and all(t.prompt.startswith("user: ") for t in sampled)
+    assert len({t.prompt for t in sampled}) == 8 and all(
+        t.prompt.startswith("user: ") for t in sampled
+    )
     for t in sampled:
-        assert (t.reward, t.valid, t.answer) == task.grade(t.response.split("\nQuestion:")[0], t.gold)
+        assert (t.reward, t.valid, t.answer) == task.grade(
+            t.response.split("\nQuestion:")[0], t.gold
+        )
     assert sum(t.valid for t in sampled) > 0  # it has learnt to say "The answer is"
     code, out, err = run(train.main, "fit", *config)
     assert code == 0, err
@@ -127,7 +158,11 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
         "--max-new-tokens", 64, "--out", "results",
     )  # fmt: skip
     assert code == 0 and "Difference to base" in out, err
-    texts = [{"prompt": t.prompt, "response": t.response, "reward": t.reward} for t in sampled if t.response]
+    texts = [
+        {"prompt": t.prompt, "response": t.response, "reward": t.reward}
+        for t in sampled
+        if t.response
+    ]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     command = ["import", "mine.jsonl", "--policy", "base", "--out", "mine.parquet"]
     assert run(trajectories_main, *command)[0] == 0

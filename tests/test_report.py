@@ -19,13 +19,26 @@ def example(policy):
         t.valid = None if i == 0 else i < 5
     trajectories[6].ref_logprobs = [-0.25]
     t = trajectories[5]  # one token more, which was not sampled
-    t.response_ids, t.ref_logprobs, t.sampled = [3, *t.response_ids], [-9.0, *t.ref_logprobs], [False] + [True] * 6
+    t.response_ids, t.ref_logprobs, t.sampled = (
+        [3, *t.response_ids],
+        [-9.0, *t.ref_logprobs],
+        [False] + [True] * 6,
+    )
     trajectories[0].answer, trajectories[0].gold = "7", "8"
     return trajectories
 
 
 def test_report_against_a_computation_by_hand(tmp_path, policy):
-    file = str(write(tmp_path / "a.parquet", policy, example(policy), task="t", sampling={"top_k": 9}, iteration=2))
+    file = str(
+        write(
+            tmp_path / "a.parquet",
+            policy,
+            example(policy),
+            task="t",
+            sampling={"top_k": 9},
+            iteration=2,
+        )
+    )
     text = report([file])
     for line in (
         "task          t",
@@ -44,7 +57,12 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
     table = {row[0]: row[1:] for line in text.splitlines() if (row := line.split())}
     # mean, standard deviation, min, median, 95%, max
     assert table["prompt_tokens"] == ["3.286", "1.89", "1", "3", "5.7", "6"]
-    assert table["log_mu"][0] == "-1.607" and table["log_mu"][2:] == ["-3", "-1.5", "-0.325", "-0.25"]
+    assert table["log_mu"][0] == "-1.607" and table["log_mu"][2:] == [
+        "-3",
+        "-1.5",
+        "-0.325",
+        "-0.25",
+    ]
 
 
 def test_trajectories_without_verdicts_are_not_counted_as_invalid(tmp_path, policy):
@@ -56,7 +74,10 @@ def test_trajectories_without_verdicts_are_not_counted_as_invalid(tmp_path, poli
 def test_several_files_are_read_as_one(tmp_path, policy):
     rows = example(policy)
     whole = str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))
-    parts = [str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i)) for i in (0, 3, 6)]
+    parts = [
+        str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i))
+        for i in (0, 3, 6)
+    ]
     one, several = report([whole]), report(parts)
     assert several.replace("0 | 3 | 6", "1").replace("3 file(s)", "1 file(s)") == one != several
     assert list(samples(parts, 9)) == list(samples([whole], 9))
@@ -66,7 +87,11 @@ def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
     rows, files = example(policy), []
     for i, sampling in enumerate(({"unknown_tokens": [3]}, {"unknown_tokens": []}, {})):
         files.append(str(write(tmp_path / f"{i}.parquet", policy, rows, sampling=sampling)))
-    for part, fact in ((files[:1], "100.0% of the"), (files[1:2], "0.0% of the"), (files[:2], "50.0% of the")):
+    for part, fact in (
+        (files[:1], "100.0% of the"),
+        (files[1:2], "0.0% of the"),
+        (files[:2], "50.0% of the"),
+    ):
         assert f"unknown       {fact} response tokens" in report(part).splitlines()
     assert "unknown       not recorded" in report(files).splitlines()
 
@@ -76,7 +101,9 @@ def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy)
     rows[0].response = "\x1b[2J" + "a" * 1000 + "\nthe end"
     file = str(write(tmp_path / "a.parquet", policy, rows))
     positive, negative = samples([file], 1)
-    assert positive.startswith("--- positive: reward 1.0, finished True, valid None, answer 7, gold 8\n[prompt]\n")
+    assert positive.startswith(
+        "--- positive: reward 1.0, finished True, valid None, answer 7, gold 8\n[prompt]\n"
+    )
     assert "\x1b" not in positive and "\\x1b[2J" in positive  # it must not steer the terminal
     assert "[… 215 characters …]" in positive and positive.endswith("a\nthe end")
     assert negative.endswith("[response]\nline 1\nnext")

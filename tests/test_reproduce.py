@@ -50,13 +50,17 @@ def setting(regime: str = "standard", **changes) -> SimpleNamespace:
 # intervals and verdicts
 
 
-@pytest.mark.parametrize(("n", "quantile"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (12, 2.20099)])
+@pytest.mark.parametrize(
+    ("n", "quantile"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (12, 2.20099)]
+)
 def test_intervals_over_seeds_are_students_at_95_per_cent(n, quantile):
     values = np.random.default_rng(n).normal(size=n)
     found = over_seeds(values)
     half = quantile * values.std(ddof=1) / np.sqrt(n)
     assert found["mean"] == pytest.approx(values.mean(), abs=1e-5)
-    assert found["interval"] == pytest.approx([values.mean() - half, values.mean() + half], abs=1e-4)
+    assert found["interval"] == pytest.approx(
+        [values.mean() - half, values.mean() + half], abs=1e-4
+    )
     assert found["values"] == pytest.approx(values, abs=1e-5)
 
 
@@ -87,7 +91,9 @@ def test_differences_are_paired_by_seed():
         name: [{"result": {metric: [value, value + 0.2] for metric in METRICS}} for value in values]
         for name, values in (("a", [0.1, 0.5, 0.3]), ("b", [0.0, 0.4, 0.2]))
     }
-    assert differences(runs, ("a", "b"))["a minus b"]["maj"]["interval"] == pytest.approx([0.1, 0.1], abs=1e-5)
+    assert differences(runs, ("a", "b"))["a minus b"]["maj"]["interval"] == pytest.approx(
+        [0.1, 0.1], abs=1e-5
+    )
 
 
 def test_a_peak_of_noise_is_no_rise():
@@ -96,7 +102,9 @@ def test_a_peak_of_noise_is_no_rise():
     curves = [list(0.3 + 0.02 * rng.normal(size=11)) for _ in range(400)]
     rises = [curve[claims.other_peak(curves, i)] - curve[0] for i, curve in enumerate(curves)]
     assert abs(np.mean(rises)) < 0.004 < np.mean([max(curve) - curve[0] for curve in curves])
-    assert claims.other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and claims.other_peak([[0, 1, 0]], 0) == 1
+    assert (
+        claims.other_peak([[0, 1, 0], [0, 0, 1]], 0) == 2 and claims.other_peak([[0, 1, 0]], 0) == 1
+    )
 
 
 # the claims' criteria, on results made up
@@ -109,8 +117,13 @@ class Results(Study):
         self.make, self.setting, self.seeds, self.asked = make, given, seeds, []
 
     def run(self, experiment, runs, seeds):
-        self.asked += [(experiment.__name__, label, run, seed) for label, run in runs.items() for seed in seeds]
-        return {label: [self.make(experiment.__name__, run, seed) for seed in seeds] for label, run in runs.items()}
+        self.asked += [
+            (experiment.__name__, label, run, seed) for label, run in runs.items() for seed in seeds
+        ]
+        return {
+            label: [self.make(experiment.__name__, run, seed) for seed in seeds]
+            for label, run in runs.items()
+        }
 
     def provenance(self):
         return {"commit": "abc", "cpu_minutes": 1}
@@ -130,11 +143,23 @@ def fitted(experiment, run, seed):
     elif name == "REINFORCE" and (run.get("epochs") == 2 or run["rate"] > 1e-4):
         end = scores(0.01, 0.8, seed)
     else:
-        end = scores({"TOPR": 0.7, "PositivesOnly": 0.5}.get(name, 0.35) - abs(run["rate"] - 3e-4), 0.1, seed)
+        end = scores(
+            {"TOPR": 0.7, "PositivesOnly": 0.5}.get(name, 0.35) - abs(run["rate"] - 3e-4), 0.1, seed
+        )
     curve = [{"pass@1": 0.3, "invalid": 0.4}, {"pass@1": 0.4 + 0.001 * seed, "invalid": 0.3}]
     curve.append({"pass@1": np.mean(end["pass@1"]), "invalid": end["invalid"][0]})
-    logged = {"weight/positives_truncated": [0.0] * 8 + [0.2, 0.4], "weight/negatives_truncated": [0.0] * 9 + [1.0]}
-    return {"result": end, "curve": curve, "logged": logged, "steps": 10, "train_cpu_s": 4.9, "positive_share": 0.25}
+    logged = {
+        "weight/positives_truncated": [0.0] * 8 + [0.2, 0.4],
+        "weight/negatives_truncated": [0.0] * 9 + [1.0],
+    }
+    return {
+        "result": end,
+        "curve": curve,
+        "logged": logged,
+        "steps": 10,
+        "train_cpu_s": 4.9,
+        "positive_share": 0.25,
+    }
 
 
 def study(make=fitted, **changes) -> Study:
@@ -153,8 +178,17 @@ def test_each_method_is_measured_at_its_own_best_rate():
     assert best(grid["TOPR"]) == 3e-4 and best(grid["REINFORCE"]) == 1e-4
     assert grid["TOPR"][1e-3] == pytest.approx(3 * [0.7 - 0.3 - 0.0007], abs=1e-5)
     asked = {label: run for name, label, run, _ in of.asked if name == "train" and "points" in run}
-    assert asked["TOPR"] == {"loss": ["TOPR", {}], "rate": 3e-4, "points": 8, "split": "test", "samples": 16}
-    assert asked["REINFORCE, two epochs"]["epochs"] == 2 and asked["REINFORCE, two epochs"]["rate"] == 1e-4
+    assert asked["TOPR"] == {
+        "loss": ["TOPR", {}],
+        "rate": 3e-4,
+        "points": 8,
+        "split": "test",
+        "samples": 16,
+    }
+    assert (
+        asked["REINFORCE, two epochs"]["epochs"] == 2
+        and asked["REINFORCE, two epochs"]["rate"] == 1e-4
+    )
     assert asked["REINFORCE, TOPR's rate"]["rate"] == 3e-4 and list(runs) == [START, *asked]
     tuned = {seed for _, _, run, seed in of.asked if run["split"] == "val"}
     measured = {seed for _, _, run, seed in of.asked if run["split"] == "test"}
@@ -179,15 +213,22 @@ def test_claim_1_is_a_rise_and_a_collapse():
     claim = claims.collapse(study())
     assert verdict(claim.parts) == "yes" and len(claim.parts) == 6
     row = claim.measured["REINFORCE, two epochs, on validation"]
-    assert row["rise to its peak"]["mean"] == pytest.approx(0.102) and row["fall from its peak"]["mean"] < -0.3
+    assert (
+        row["rise to its peak"]["mean"] == pytest.approx(0.102)
+        and row["fall from its peak"]["mean"] < -0.3
+    )
     steady = claims.collapse(study(lambda *of: fitted(*of) | {"result": scores(0.5, seed=of[2])}))
-    assert verdict(steady.parts) == "in part" and steady.parts["with most responses invalid"] is False
+    assert (
+        verdict(steady.parts) == "in part" and steady.parts["with most responses invalid"] is False
+    )
 
 
 def test_claim_2_weighs_the_lost_gradient_by_the_signs_shares():
     claim = claims.clipping(study())
     # the last fifth of ten updates: positives .3, negatives .5
-    assert claim.measured["PPO"]["without gradient"]["mean"] == pytest.approx(0.25 * 0.3 + 0.75 * 0.5)
+    assert claim.measured["PPO"]["without gradient"]["mean"] == pytest.approx(
+        0.25 * 0.3 + 0.75 * 0.5
+    )
     assert claim.parts["at the end of PPO, most of the data has no gradient"] is False
     assert claim.parts["PPO gains less than half of what TOPR gains"] is True
     gain = claim.differences["PPO: gain minus half of TOPR's"]["pass@1"]["mean"]
@@ -198,7 +239,9 @@ def test_claim_3_halves_invalid_responses_and_compares_every_pair():
     claim = claims.comparison(study())
     assert claim.parts["TOPR more than halves the share of invalid responses"] is True
     assert claim.parts["DPO does not"] is False and len(claim.differences) == 6 + 15 + 6
-    assert claim.differences["TOPR: invalid minus half of the start's"]["invalid"]["mean"] == pytest.approx(-0.1)
+    assert claim.differences["TOPR: invalid minus half of the start's"]["invalid"][
+        "mean"
+    ] == pytest.approx(-0.1)
 
 
 def test_claim_4_splits_problems_by_how_often_the_base_policy_is_right():
@@ -212,10 +255,14 @@ def test_claim_4_splits_problems_by_how_often_the_base_policy_is_right():
 
     claim = claims.positives_only(study(make))
     rescued = claim.differences["TOPR minus positives only, by how often the base policy is right"]
-    means = [rescued[name]["mean"] for name in ("up to a quarter", "up to a half", "more than half")]
+    means = [
+        rescued[name]["mean"] for name in ("up to a quarter", "up to a half", "more than half")
+    ]
     assert means == pytest.approx([0.3 + 0.002, 0.1 + 0.002, 0.002])
     assert claim.parts["positives only ends below TOPR in pass@1"] is True
-    assert claim.parts["negatives help most where the base policy is right in up to a quarter"] is True
+    assert (
+        claim.parts["negatives help most where the base policy is right in up to a quarter"] is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,12 +293,17 @@ def test_claim_6_compares_at_topr_s_rate_and_at_the_next_larger():
             return {"result": scores(0.3, 0.2, seed)}
         loose, sampling = run["loss"][1]["b_minus"] == 100, run["loss"][1]["a_plus"] == 0
         broken = run["rate"] == 1e-3 and loose and sampling
-        return {"result": scores(0.05 if broken else 0.6 - run["rate"], 0.6 if broken else 0.1, seed)}
+        return {
+            "result": scores(0.05 if broken else 0.6 - run["rate"], 0.6 if broken else 0.1, seed)
+        }
 
     claim = claims.loose_clipping(study(make, rates=(1e-4, 1e-3, 1e-2)))
     own, larger = list(claim.parts.values())[:4], list(claim.parts.values())[4:]
     assert own == [False, False, True, None] and larger == [True, True, True, True]
-    assert "at TOPR's own rate, 0.0001" in list(claim.parts)[0] and "at the next larger, 0.001" in list(claim.parts)[4]
+    assert (
+        "at TOPR's own rate, 0.0001" in list(claim.parts)[0]
+        and "at the next larger, 0.001" in list(claim.parts)[4]
+    )
     assert len(claims.loose_clipping(study(make, rates=(1e-4,))).parts) == 4
 
 
@@ -260,11 +312,18 @@ def test_claim_7_compares_chains_iteration_by_iteration():
         step = 0.1 if run.get("way") == "uniform" else 0.05
         ends = [scores(0.3 + step * i, seed=seed) for i in range(5)]
         end = scores(0.5 - run.get("rate", 0) * (1 if run.get("way") == "uniform" else -1))
-        return {"results": ends, "result": end, "shares": [0.1 * i for i in range(4)], "updates": [seed] * 4}
+        return {
+            "results": ends,
+            "result": end,
+            "shares": [0.1 * i for i in range(4)],
+            "updates": [seed] * 4,
+        }
 
     claim = claims.iterations(study(make, rates=(1e-4, 1e-3)))
     assert list(claim.parts.values()) == [True, True, True, False, False]
-    gap = claim.differences["Anna Karenina at iteration 4 minus uniform at iteration 4"]["pass@1"]["mean"]
+    gap = claim.differences["Anna Karenina at iteration 4 minus uniform at iteration 4"]["pass@1"][
+        "mean"
+    ]
     assert gap == pytest.approx(-0.2) and claim.updates["uniform"] == [4, 8, 12]
     assert all(" at iteration " in label for label in claim.figure)
     assert claim.measured["positives, uniform"]["iteration 4"]["mean"] == pytest.approx(0.3)
@@ -276,11 +335,16 @@ def test_claim_8_compares_the_weighted_vote_with_the_majority():
             return fitted(experiment, run, seed)
         votes = {"maj@4": [0.4], "maj@8": [0.5 + 0.01 * seed], "weighted@4": [0.4]}
         before = {"accuracy": 0.5, "invalid": 0.2, "weighted@8": [0.45]} | votes
-        return {"before": before, "after": before | {"accuracy": 0.7, "invalid": 0.01, "weighted@8": [0.6, 0.8]}}
+        return {
+            "before": before,
+            "after": before | {"accuracy": 0.7, "invalid": 0.01, "weighted@8": [0.6, 0.8]},
+        }
 
     claim = claims.verifier(study(make))
     assert verdict(claim.parts) == "yes"
-    assert claim.differences["after: weighted minus majority"]["@8"]["mean"] == pytest.approx(0.7 - 0.52)
+    assert claim.differences["after: weighted minus majority"]["@8"]["mean"] == pytest.approx(
+        0.7 - 0.52
+    )
     assert claim.differences["after minus before"]["accuracy"]["mean"] == pytest.approx(0.2)
 
 
@@ -294,14 +358,25 @@ def test_every_loss_is_ranked_beside_the_start():
     assert means == sorted(means, reverse=True)
     found = claim.measured["DPO"]
     assert found["minus TOPR"]["mean"] == pytest.approx(0.35 - 0.7) and found["updates"] == 10
-    assert found["CPU seconds"] == 5 and found["largest fall"]["mean"] == pytest.approx(0.4 - 0.35, abs=2e-3)
+    assert found["CPU seconds"] == 5 and found["largest fall"]["mean"] == pytest.approx(
+        0.4 - 0.35, abs=2e-3
+    )
     assert "minus TOPR" not in claim.measured["TOPR"] and best(claim.tuning["KTO"]) == 3e-4
 
 
 def test_the_comparison_holds_every_shipped_loss():
-    overlays = [yaml.safe_load(path.read_text())["model"]["loss"] for path in (ROOT / "configs/loss").glob("*.yaml")]
-    shipped = [attributes(loss["class_path"].split(".")[-1], loss["init_args"]) for loss in overlays]
-    compared = {name: attributes(*loss) for name, loss in SETTINGS["losses"].items() if name not in claims.LOOSE}
+    overlays = [
+        yaml.safe_load(path.read_text())["model"]["loss"]
+        for path in (ROOT / "configs/loss").glob("*.yaml")
+    ]
+    shipped = [
+        attributes(loss["class_path"].split(".")[-1], loss["init_args"]) for loss in overlays
+    ]
+    compared = {
+        name: attributes(*loss)
+        for name, loss in SETTINGS["losses"].items()
+        if name not in claims.LOOSE
+    }
     assert all(loss in compared.values() for loss in shipped)
     extra = [name for name, loss in compared.items() if loss not in shipped]
     assert extra == ["TOPR, effective share 20%", "PPO, sequence ratio"]
@@ -336,7 +411,9 @@ def job(experiment, value=1, fail=False):
 def cache(tmp_path, monkeypatch):
     """Makes job caches one after another under one folder; base policies are empty folders."""
     monkeypatch.setattr(Experiment, "make_base", make_base)
-    return lambda regime="standard", **changes: Study(tmp_path, 1, setting(regime, **changes), [1, 2])
+    return lambda regime="standard", **changes: Study(
+        tmp_path, 1, setting(regime, **changes), [1, 2]
+    )
 
 
 def test_a_job_is_done_once_and_known_by_its_arguments_and_seed(cache, capsys):
@@ -394,7 +471,9 @@ def test_results_depend_on_the_code_that_computes_them_alone(tmp_path):
     (package / "reproduce" / "experiments.py").write_text("POINTS = 2\n")
     before = code_digest.__wrapped__(package)
     assert before == code_digest.__wrapped__(package)
-    source.write_text('"""Loss."""\n\ndef loss(x):  # doubled\n    """Of x."""\n    return (2 * x)\n')
+    source.write_text(
+        '"""Loss."""\n\ndef loss(x):  # doubled\n    """Of x."""\n    return (2 * x)\n'
+    )
     (package / "reproduce" / "__main__.py").write_text("print(1)\n")
     (package / "reproduce" / "claims.py").write_text("print(1)\n")
     (package / "evaluation" / "report.py").write_text("print(1)\n")
@@ -431,7 +510,10 @@ def test_a_base_policy_is_made_whole_and_once(tmp_path, monkeypatch):
             raise KeyError("killed here")
 
     monkeypatch.setattr(experiments, "make", make)
-    experiment, base = Experiment(tmp_path / "bases" / "7", Arithmetic(), torch.optim.SGD, 7), setting("strong").base
+    experiment, base = (
+        Experiment(tmp_path / "bases" / "7", Arithmetic(), torch.optim.SGD, 7),
+        setting("strong").base,
+    )
     with pytest.raises(KeyError, match="killed here"):
         experiment.make_base(**base)
     assert not experiment.folder.exists()
@@ -442,7 +524,9 @@ def test_a_base_policy_is_made_whole_and_once(tmp_path, monkeypatch):
 
 
 def test_a_quick_study_starts_from_what_is_shipped(cache):
-    found = cache("quick").run(lambda experiment: {"folder": str(experiment.folder)}, {"a": {}}, [3])
+    found = cache("quick").run(
+        lambda experiment: {"folder": str(experiment.folder)}, {"a": {}}, [3]
+    )
     assert found["a"][0]["folder"] == str(SHIPPED)
 
 
@@ -468,11 +552,15 @@ def test_a_training_that_diverges_has_a_whole_curve(experiment, monkeypatch):
 
     monkeypatch.setattr(experiments.lightning, "Trainer", Trainer)
     found = experiment.train("test", 2, ["IS", {}], rate=1e30, points=2, epochs=2)
-    assert [point["pass@1"] for point in found["curve"]] == [0.3, 0, 0, 0, 0, 0] and found["curve"][1]["invalid"] == 1
+    assert [point["pass@1"] for point in found["curve"]] == [0.3, 0, 0, 0, 0, 0] and found["curve"][
+        1
+    ]["invalid"] == 1
     assert np.mean(found["result"]["invalid"]) == 1
     assert found["logged"]["weight/positives_truncated"] == [0.5] and found["positive_share"] == 0.5
     json.dumps(found, allow_nan=False)
-    monkeypatch.setattr(experiment, "measure", lambda policy, *_: {"result": {"pass@1": policy is None}})
+    monkeypatch.setattr(
+        experiment, "measure", lambda policy, *_: {"result": {"pass@1": policy is None}}
+    )
     monkeypatch.setattr(experiments, "sample_to", lambda *_: None)
     monkeypatch.setattr(experiments, "curate", lambda *_: {"after": {"positive_share": 0.25}})
     chain = experiment.iterate("test", 2, "uniform", 1e30, count=3, prompts=2, budget=2, pool=2)
@@ -499,11 +587,17 @@ def reported(tmp_path, monkeypatch, run):
     """Run the command on results made up, and return its report."""
 
     def report(*arguments) -> tuple[dict, str, str]:
-        monkeypatch.setattr(command, "Study", lambda out, workers, given, seeds: Results(fitted, given, seeds))
+        monkeypatch.setattr(
+            command, "Study", lambda out, workers, given, seeds: Results(fitted, given, seeds)
+        )
         code, out, err = run(command.main, "--out", tmp_path / "out", *arguments)
         assert code == 0, err
         folder = next(path.parent for path in (tmp_path / "out").rglob("claims.json"))
-        return json.loads((folder / "claims.json").read_text()), (folder / "claims.md").read_text(), out
+        return (
+            json.loads((folder / "claims.json").read_text()),
+            (folder / "claims.md").read_text(),
+            out,
+        )
 
     return report
 
@@ -512,15 +606,26 @@ def test_the_command_writes_its_report_and_figures(reported, tmp_path):
     found, text, out = reported("--claims", "4,1", "--seeds", "3")
     assert found["command"] == "python -m topr.reproduce --claims 1,4 --seeds 3 --regime standard"
     assert {"hardware", "torch", "setting", "commit", "cpu_minutes"} <= set(found)
-    assert [claim["claim"] for claim in found["claims"]] == [1, 4] and found["claims"][0]["seeds"] == [1, 2, 3]
+    assert [claim["claim"] for claim in found["claims"]] == [1, 4] and found["claims"][0][
+        "seeds"
+    ] == [1, 2, 3]
     claim = found["claims"][0]
-    assert claim["statement"] == "Naive REINFORCE improves, then collapses" and claim["paper"].startswith("Figures 1")
+    assert claim["statement"] == "Naive REINFORCE improves, then collapses" and claim[
+        "paper"
+    ].startswith("Figures 1")
     assert claim["holds"] == "yes" and set(claim["parts"].values()) == {"yes"}
     assert claim["tuning"]["TOPR"]["0.0003"] == pytest.approx(3 * [0.4])
     assert found["setting"]["base"]["batch_size"] == 96
-    assert "| 1. Naive REINFORCE improves, then collapses | Figures 1 and 3" in text and "| **yes** |" in text
+    assert (
+        "| 1. Naive REINFORCE improves, then collapses | Figures 1 and 3" in text
+        and "| **yes** |" in text
+    )
     assert "| TOPR | 70.2 [70.0, 70.4] | 80.0 [80.0, 80.0] | 10.0 [10.0, 10.0] |" in text
-    assert "TOPR 0.0003, positives only" in text and "REINFORCE 0.0001," in text and "1. holds: yes\n" in out
+    assert (
+        "TOPR 0.0003, positives only" in text
+        and "REINFORCE 0.0001," in text
+        and "1. holds: yes\n" in out
+    )
     for number in (1, 4):
         assert (tmp_path / f"out/standard/claim_{number}.png").stat().st_size > 5000
 
@@ -529,9 +634,13 @@ def test_rows_with_a_place_in_their_label_are_points_of_a_series(reported, monke
     rows = {"IS, clip 1 at rate 0.1": {"a": 1}, "IS, clip 1 at rate 0.2": {"a": 2}, START: {"a": 0}}
     figures = []
     monkeypatch.setattr(command, "draw", lambda path, *figure: figures.append(figure))
-    monkeypatch.setattr(command, "CLAIMS", [lambda study: claims.Claim({}, {}, {}, {}, figure=rows)])
+    monkeypatch.setattr(
+        command, "CLAIMS", [lambda study: claims.Claim({}, {}, {}, {}, figure=rows)]
+    )
     reported("--claims", "1")
-    assert figures == [({"IS, clip 1": {"0.1": {"a": 1}, "0.2": {"a": 2}}, START: {"": {"a": 0}}}, "rate")]
+    assert figures == [
+        ({"IS, clip 1": {"0.1": {"a": 1}, "0.2": {"a": 2}}, START: {"": {"a": 0}}}, "rate")
+    ]
 
 
 def test_a_quick_report_is_kept_apart(reported, tmp_path):
@@ -546,7 +655,10 @@ def test_a_quick_report_is_kept_apart(reported, tmp_path):
         (["--claims", "1,10"], "--claims has '10'; this regime has 1,2,3,4,5,6,7,8,9"),
         (["--claims", "one"], "--claims has 'one'"),
         (["--claims", ""], "--claims has ''"),
-        (["--regime", "strong", "--claims", "1,2"], "--claims has '2'; this regime has 1,4,5,6,7,9"),
+        (
+            ["--regime", "strong", "--claims", "1,2"],
+            "--claims has '2'; this regime has 1,4,5,6,7,9",
+        ),
         (["--regime", "strong", "--quick"], "--quick needs --regime standard"),
         (["--regime", "plain"], "plain"),
         (["--seeds", "1"], "--seeds is 1"),
@@ -562,7 +674,12 @@ def test_bad_arguments_get_a_sentence(run, arguments, words):
 
 
 def rows_of(report: dict) -> list[dict]:
-    return [row for claim in report["claims"] for title in ("measured", "differences") for row in claim[title].values()]
+    return [
+        row
+        for claim in report["claims"]
+        for title in ("measured", "differences")
+        for row in claim[title].values()
+    ]
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -570,15 +687,26 @@ def test_the_shipped_reports_agree_with_their_values(regime):
     """Each interval, computed again from the values of the seeds, is the shipped one to .01 per cent."""
     report, text = report_of(regime), (CLAIMS / regime / "claims.md").read_text()
     assert [claim["claim"] for claim in report["claims"]] == [*setting(regime).claims, 9]
-    assert report["setting"] == SETTINGS["standard"] | SETTINGS[regime] and "dirty" not in report["commit"]
-    for summary in (value for row in rows_of(report) for value in row.values() if is_summary(value)):
+    assert (
+        report["setting"] == SETTINGS["standard"] | SETTINGS[regime]
+        and "dirty" not in report["commit"]
+    )
+    for summary in (
+        value for row in rows_of(report) for value in row.values() if is_summary(value)
+    ):
         again = over_seeds(summary["values"])
-        assert again["interval"] == pytest.approx(summary["interval"], abs=1.01e-4) and cell(summary) in text
+        assert (
+            again["interval"] == pytest.approx(summary["interval"], abs=1.01e-4)
+            and cell(summary) in text
+        )
         assert again["mean"] == pytest.approx(summary["mean"], abs=1.1e-5)
     for claim in report["claims"]:
         assert len(claim["seeds"]) >= {"standard": 10, "strong": 6}[regime]
         answers = {"yes": True, "no": False, "undecided": None}
-        assert verdict({part: answers[answer] for part, answer in claim["parts"].items()}) == claim["holds"]
+        assert (
+            verdict({part: answers[answer] for part, answer in claim["parts"].items()})
+            == claim["holds"]
+        )
         measure = command.CLAIMS[claim["claim"] - 1]
         assert claim["statement"] in " ".join(measure.__doc__.split())
         assert (CLAIMS / regime / f"claim_{claim['claim']}.png").stat().st_size > 5000
@@ -596,7 +724,10 @@ def numbers_of(claim: dict) -> set[str]:
     found = re.findall(r"\d+\.\d+", labels)
     for value in (value for row in rows for value in row.values() if is_summary(value)):
         found += [f"{abs(100 * number):.1f}" for number in (value["mean"], *value["interval"])]
-        negated = {"mean": -value["mean"], "interval": [-end for end in reversed(value["interval"])]}
+        negated = {
+            "mean": -value["mean"],
+            "interval": [-end for end in reversed(value["interval"])],
+        }
         found += [cell(value), cell(negated)]
     for rate, gains in (item for grid in claim.get("tuning", {}).values() for item in grid.items()):
         found += [f"{float(rate):g}", *(f"{abs(100 * gain):.1f}" for gain in gains)]
@@ -607,10 +738,15 @@ def check_tables(text: str, claims: dict[str, dict]) -> int:
     """Compare tables whose first cell names a setting, cell by cell; the number of figures in them."""
     checked = 0
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        (regime, *metrics), _, *rows = ([plain(part) for part in line.split("|")[1:-1]] for line in table.splitlines())
+        (regime, *metrics), _, *rows = (
+            [plain(part) for part in line.split("|")[1:-1]] for line in table.splitlines()
+        )
         for label, *cells in rows if regime in claims else ():
             row = (claims[regime]["measured"] | claims[regime]["differences"])[label]
-            expected = [cell(row.get(metric, row.get(re.sub(r"^maj@\d+$", "maj", metric), ""))) for metric in metrics]
+            expected = [
+                cell(row.get(metric, row.get(re.sub(r"^maj@\d+$", "maj", metric), "")))
+                for metric in metrics
+            ]
             assert cells == expected, (label, cells)
             checked += len(cells)
     return checked
@@ -618,7 +754,9 @@ def check_tables(text: str, claims: dict[str, dict]) -> int:
 
 def check_sentences(text: str, claims: list[dict]) -> None:
     allowed = set().union(*map(numbers_of, claims))
-    sentences = plain(re.sub(r"^\|.*\n|`[^`]*`|\]\([^)]*\)|arXiv:[\d.]+", "", text, flags=re.MULTILINE))
+    sentences = plain(
+        re.sub(r"^\|.*\n|`[^`]*`|\]\([^)]*\)|arXiv:[\d.]+", "", text, flags=re.MULTILINE)
+    )
     quoted = re.findall(r"-?\d+\.\d%? \[[^\]]*\]|\d+\.\d+|\de-\d+", sentences)
     unknown = [number for number in quoted if number.replace("%", "") not in allowed]
     assert not unknown, unknown
@@ -629,7 +767,9 @@ def test_every_number_on_the_page_of_claims_is_measured():
     page = (CLAIMS / "README.md").read_text()
     for link in re.findall(r"\]\((?!http)([^)]*)\)", page):
         assert (CLAIMS / link).exists(), link
-    reports = {name: {claim["claim"]: claim for claim in report_of(name)["claims"]} for name in REGIMES}
+    reports = {
+        name: {claim["claim"]: claim for claim in report_of(name)["claims"]} for name in REGIMES
+    }
     _, head, *sections = re.split(r"^\| claim \||^## ", page, flags=re.MULTILINE)
     for row in head.splitlines()[2:11]:
         text, _, *verdicts = (part.strip() for part in row.split("|")[1:-1])
@@ -645,7 +785,11 @@ def test_every_number_on_the_page_of_claims_is_measured():
             assert str(report[key]) in how, report[key]
     checked = 0
     for section in sections[2:]:
-        claims_of = {name: found[int(section[0])] for name, found in reports.items() if int(section[0]) in found}
+        claims_of = {
+            name: found[int(section[0])]
+            for name, found in reports.items()
+            if int(section[0]) in found
+        }
         checked += check_tables(section, claims_of)
         check_sentences(section, list(claims_of.values()))
         for paragraph in section.split("\n\n"):
@@ -671,7 +815,13 @@ def report_of(regime: str) -> dict:
 @pytest.mark.slow
 def test_a_minimal_quick_study_survives_a_kill(tmp_path, monkeypatch):
     """`--claims 4 --quick` on smaller sizes in two processes: killed, resumed, reported."""
-    sizes = {"budget": 1, "rates": [1e-3], "samples": 1, "points": 1, "methods": SETTINGS["strong"]["methods"]}
+    sizes = {
+        "budget": 1,
+        "rates": [1e-3],
+        "samples": 1,
+        "points": 1,
+        "methods": SETTINGS["strong"]["methods"],
+    }
     script = f"import topr.reproduce.__main__ as m; m.SETTINGS['quick'] |= {sizes!r}; m.main()"
     arguments = ["--claims", "4", "--quick", "--workers", "2", "--out", str(tmp_path)]
     start = [sys.executable, "-c", script, *arguments]
@@ -687,7 +837,9 @@ def test_a_minimal_quick_study_survives_a_kill(tmp_path, monkeypatch):
     assert not psutil.wait_procs(children, timeout=20)[1]  # the workers end with their parent
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {path: path.stat().st_mtime_ns for path in before} == before and len(results()) > len(before)
+    assert {path: path.stat().st_mtime_ns for path in before} == before and len(results()) > len(
+        before
+    )
     found = json.loads((tmp_path / "quick/standard/claims.json").read_text())
     assert "4. holds:" in done.stdout and found["claims"][0]["seeds"] == [1, 2]
     assert (tmp_path / "quick/standard/claim_4.png").exists()

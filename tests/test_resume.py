@@ -77,7 +77,13 @@ def fit(run, files, finished):
             assert code == 0, output
         return finished[more]
 
-    fit.policy, fit.data, fit.problems, fit.folder, fit.whole = policy, data, problems, run.folder, whole
+    fit.policy, fit.data, fit.problems, fit.folder, fit.whole = (
+        policy,
+        data,
+        problems,
+        run.folder,
+        whole,
+    )
     return fit
 
 
@@ -86,7 +92,10 @@ def assert_same(one, other) -> None:
     weights = [load_file(folder / "policy" / "model.safetensors") for folder in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
     assert curves(one) == curves(other)
-    summaries = [json.loads((folder / "summary.json").read_text()) | {"tokens_per_s": 0} for folder in (one, other)]
+    summaries = [
+        json.loads((folder / "summary.json").read_text()) | {"tokens_per_s": 0}
+        for folder in (one, other)
+    ]
     assert summaries[0] == summaries[1]
 
 
@@ -108,7 +117,9 @@ def loader(epoch: int, plan: list[list[int]], count: int = 2) -> TrainLoader:
             update, part = divmod(number, self.count)
             return self.plan[update], part
 
-    return TrainLoader(Numbers(None, None, None, plan, count=count, unit=1, rank=0, ranks=1), epoch, workers=0)
+    return TrainLoader(
+        Numbers(None, None, None, plan, count=count, unit=1, rank=0, ranks=1), epoch, workers=0
+    )
 
 
 def test_the_loader_resumes_behind_the_last_whole_global_batch():
@@ -163,7 +174,11 @@ def test_a_few_kills_at_random_moments(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "moment", ["update", *(pytest.param(name, marks=pytest.mark.slow) for name in ("before", "validation", "after"))]
+    "moment",
+    [
+        "update",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("before", "validation", "after")),
+    ],
 )
 def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
     whole, calls = fit.whole(), []
@@ -177,11 +192,15 @@ def test_sigterm_ends_a_fit_that_resumes_exactly(fit, monkeypatch, moment):
         observe_microbatches(monkeypatch, lambda *_: interrupt(6))
     else:  # val, test, then three validations, then test
         at = {"before": 2, "validation": 4, "after": 6}[moment]
-        monkeypatch.setattr(LocalSampler, "sample", lambda *arguments: (interrupt(at), sample(*arguments))[1])
+        monkeypatch.setattr(
+            LocalSampler, "sample", lambda *arguments: (interrupt(at), sample(*arguments))[1]
+        )
     code, output, folder = fit("ended")
     assert code == 143 and "ended by a signal" in output and "Traceback" not in output
     assert not (folder / "summary.json").exists()
-    assert (folder / "checkpoints" / "preempted.ckpt").is_file() == (moment in ("update", "validation"))
+    assert (folder / "checkpoints" / "preempted.ckpt").is_file() == (
+        moment in ("update", "validation")
+    )
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     monkeypatch.undo()
     os.chdir(fit.folder)
@@ -205,7 +224,9 @@ def test_a_second_process_stays_out_of_a_run(fit, monkeypatch):
     code, output, folder = fit("shared")
     assert code == 0, output
     assert second[0].returncode == 2
-    assert second[0].stderr.endswith(f"another process is writing to runs/shared/{folder.name}; {REMEDY}\n")
+    assert second[0].stderr.endswith(
+        f"another process is writing to runs/shared/{folder.name}; {REMEDY}\n"
+    )
     assert_same(folder, whole)
 
 
@@ -213,10 +234,19 @@ REMEDY = "wait for it, end it, or name another place"
 
 
 def test_two_predictions_do_not_write_into_one_folder(run, fit, monkeypatch):
-    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}", "--data.out=out"]
+    arguments = [
+        "--config",
+        ROOT / "configs" / "arithmetic.yaml",
+        f"--data.problems={fit.problems}",
+        "--data.out=out",
+    ]
     arguments = ["predict", *arguments, f"--model.policy={fit.policy}", "--data.samples=1"]
-    holder = "import sys, time; from topr.io import lock; lock('out'); print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, cwd=fit.folder, env=IMPORTS) as other:
+    holder = (
+        "import sys, time; from topr.io import lock; lock('out'); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdout=subprocess.PIPE, cwd=fit.folder, env=IMPORTS
+    ) as other:
         other.stdout.readline()
         code, _, err = run(train.main, *arguments)
         assert code == 2 and err.endswith(f"another process is writing to out; {REMEDY}\n"), err
@@ -231,7 +261,10 @@ IMPORTS = os.environ | {"PYTHONPATH": str(ROOT)}
 @pytest.mark.slow
 def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypatch):
     schedule = ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
-    schedule += ["--model.lr_scheduler.num_warmup_steps=2", "--model.lr_scheduler.num_training_steps=6"]
+    schedule += [
+        "--model.lr_scheduler.num_warmup_steps=2",
+        "--model.lr_scheduler.num_training_steps=6",
+    ]
     whole = fit.whole(*schedule)
     rates = [value for _, value in curves(whole)["train/lr"]]
     assert rates == pytest.approx([3e-4 * share for share in (0, 0.5, 1, 0.75, 0.5, 0.25)])
@@ -250,7 +283,10 @@ def test_a_schedule_is_stepped_at_each_update_and_resumed_exactly(fit, monkeypat
 @pytest.mark.slow
 def test_ctrl_c_ends_a_fit_that_can_be_resumed(tmp_path):
     checkpoints = tmp_path / "arithmetic" / "version_0" / "checkpoints"
-    options = [f"--trainer.logger.init_args.save_dir={tmp_path}", "--trainer.callbacks.init_args.every_n_train_steps=2"]
+    options = [
+        f"--trainer.logger.init_args.save_dir={tmp_path}",
+        "--trainer.callbacks.init_args.every_n_train_steps=2",
+    ]
     with (tmp_path / "log.txt").open("w") as log:
         start = [sys.executable, "train.py", "fit", "--config=configs/arithmetic.yaml", *options]
         fit = subprocess.Popen(start, cwd=ROOT, stdout=log, stderr=log)
@@ -263,7 +299,12 @@ def test_ctrl_c_ends_a_fit_that_can_be_resumed(tmp_path):
 
 def test_sigterm_ends_a_prediction_at_once(run, fit, monkeypatch):
     monkeypatch.setattr(LocalSampler, "sample", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    arguments = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}", "--data.out=out"]
+    arguments = [
+        "--config",
+        ROOT / "configs" / "arithmetic.yaml",
+        f"--data.problems={fit.problems}",
+        "--data.out=out",
+    ]
     code, _, _ = run(train.main, "predict", *arguments, f"--model.policy={fit.policy}")
     assert code == 143 and [path.name for path in (fit.folder / "out").rglob("*")] == [".lock"]
 
@@ -277,7 +318,9 @@ def test_a_validation_between_a_checkpoint_and_a_kill_is_made_up_for(fit, monkey
     monkeypatch.undo()
     os.chdir(fit.folder)
     code, output, folder = fit("killed")
-    assert code == 0 and "resuming runs/killed/version_0/checkpoints/epoch=0-step=2.ckpt" in output, output
+    assert (
+        code == 0 and "resuming runs/killed/version_0/checkpoints/epoch=0-step=2.ckpt" in output
+    ), output
     assert_same(folder, whole)
 
 
@@ -296,9 +339,13 @@ AT_THE_END_OF_AN_EPOCH = [  # behind its last validation, where Lightning counts
         pytest.param([3, 7, 9, 11], [], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_killed_in_both_epochs_and_at_their_border_has_the_same_results(fit, monkeypatch, kills, saved):
+def test_a_run_killed_in_both_epochs_and_at_their_border_has_the_same_results(
+    fit, monkeypatch, kills, saved
+):
     whole = fit.whole("--trainer.max_epochs=2")
-    for update in kills:  # the checkpoints before them: 2, 6 (of the last update of an epoch), 8, 10
+    for (
+        update
+    ) in kills:  # the checkpoints before them: 2, 6 (of the last update of an epoch), 8, 10
         with monkeypatch.context() as patch, pytest.raises(KeyError, match="killed here"):
             kill(patch, update)
             fit("killed", "--trainer.max_epochs=2", *saved)
@@ -313,10 +360,16 @@ def test_the_newest_complete_checkpoint_is_found(fit):
     folder = fit("cut", "--trainer.max_steps=4")[2]
     (good,) = (folder / "checkpoints").iterdir()
     contents = good.read_bytes()
-    for name, part in (("half", contents[: len(contents) // 2]), ("empty", b""), ("end", contents[-5000:])):
+    for name, part in (
+        ("half", contents[: len(contents) // 2]),
+        ("empty", b""),
+        ("end", contents[-5000:]),
+    ):
         (folder / "checkpoints" / f"{name}.ckpt").write_bytes(part)
     (folder / "checkpoints" / "shards.ckpt").mkdir()
-    (folder / "checkpoints" / ".step=9.ckpt.99999999.tmp").write_bytes(b"what a killed process leaves")
+    (folder / "checkpoints" / ".step=9.ckpt.99999999.tmp").write_bytes(
+        b"what a killed process leaves"
+    )
     (folder / "summary.json").unlink()
     code, output, folder = fit("cut")
     assert code == 0 and f"resuming {good.relative_to(fit.folder)}" in output, output
@@ -334,7 +387,9 @@ def test_a_full_disk_leaves_the_config_of_an_earlier_start(fit, small_disk):
     small_disk(1000)
     code, output, _ = fit("cut")
     small_disk(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    assert code == 2 and "the disk is full" in output.splitlines()[-1] and "Traceback" not in output, output
+    assert (
+        code == 2 and "the disk is full" in output.splitlines()[-1] and "Traceback" not in output
+    ), output
     assert (cut / "config.yaml").read_text() == before
     code, output, _ = fit("cut")
     assert code == 0 and "resuming" in output, output
@@ -395,10 +450,15 @@ def test_nothing_in_a_checkpoint_is_executed(fit):
 
 @pytest.mark.slow
 def test_best_metric_and_random_state_are_restored(fit, monkeypatch):
-    monitored = ["--trainer.callbacks.init_args.monitor=val/length", "--trainer.callbacks.init_args.mode=max"]
+    monitored = [
+        "--trainer.callbacks.init_args.monitor=val/length",
+        "--trainer.callbacks.init_args.mode=max",
+    ]
     states = []
     # a loss may draw random numbers
-    observe_microbatches(monkeypatch, lambda *_: states.append(torch.get_rng_state()) or torch.rand(3))
+    observe_microbatches(
+        monkeypatch, lambda *_: states.append(torch.get_rng_state()) or torch.rand(3)
+    )
     folder = fit("cut", *monitored, "--trainer.max_steps=4")[2]
     (checkpoint,) = (folder / "checkpoints").iterdir()
     kept = torch.load(checkpoint, weights_only=True)
@@ -406,8 +466,12 @@ def test_best_metric_and_random_state_are_restored(fit, monkeypatch):
     before = len(states)
     code, output, folder = fit("cut", *monitored)
     assert code == 0, output
-    assert torch.equal(states[before], kept["random"]["cpu"]) and not torch.equal(states[before], states[0])
-    after = torch.load(next((folder / "checkpoints").iterdir()), weights_only=True)["callbacks"].values()
+    assert torch.equal(states[before], kept["random"]["cpu"]) and not torch.equal(
+        states[before], states[0]
+    )
+    after = torch.load(next((folder / "checkpoints").iterdir()), weights_only=True)[
+        "callbacks"
+    ].values()
     (after,) = (state for state in after if "best_model_score" in state)
     assert after["best_model_score"] >= callback["best_model_score"] is not None
 
@@ -430,7 +494,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_trajectories(fit):
     Poisoned.calls = 0
     code, output, folder = fit("poisoned", "--model.loss=test_resume.Poisoned")
     error = output.splitlines()[-1]
-    assert code == 2 and error.startswith("error: update ") and "the loss is NaN or infinite for" in error, output
+    assert (
+        code == 2
+        and error.startswith("error: update ")
+        and "the loss is NaN or infinite for" in error
+    ), output
     rows = [int(row) for row in re.findall(rf"row (\d+) of {fit.data}", error)]
     rewards = [trajectory.reward for trajectory in read_trajectories(fit.data)]
     assert rows and all(rewards[row] < 0 for row in rows)
@@ -458,7 +526,11 @@ def test_running_out_of_memory_in_an_update_names_the_key_to_lower(fit, monkeypa
     monkeypatch.setattr("topr.policy.model.check_forward", lambda *_: None)
     code, output, folder = fit("exhausted", "--data.val=null", "--data.test=null")
     error = output.splitlines()[-1]
-    assert code == 2 and error.startswith("error: out of memory in update 1 (") and "Traceback" not in output
+    assert (
+        code == 2
+        and error.startswith("error: out of memory in update 1 (")
+        and "Traceback" not in output
+    )
     assert "lower data.microbatch_tokens, now 60" in error and not folder.exists()
 
 
@@ -466,14 +538,27 @@ def test_running_out_of_memory_in_an_update_names_the_key_to_lower(fit, monkeypa
 def test_running_out_of_memory_in_sampling_names_the_key_to_lower(run, fit, monkeypatch, where):
     monkeypatch.setattr(LocalSampler, "sample", exhausted)
     if where == "evaluate":
-        arguments = ["--benchmark", f"arithmetic={fit.problems}", "--samples", 2, "--out", "results"]
+        arguments = [
+            "--benchmark",
+            f"arithmetic={fit.problems}",
+            "--samples",
+            2,
+            "--out",
+            "results",
+        ]
         code, _, output = run(evaluate.main, "--policy", fit.policy, *arguments)
         assert code == 2 and "lower --rows, now automatic" in output
         return
     code, output, folder = fit("exhausted")
     error = output.splitlines()[-1]
-    assert code == 2 and error.startswith("error: out of memory in 2 responses to each of 5 problems")  # of data.test
-    assert "model.sampler.init_args.rows, now 512" in error and "Traceback" not in output and not folder.exists()
+    assert code == 2 and error.startswith(
+        "error: out of memory in 2 responses to each of 5 problems"
+    )  # of data.test
+    assert (
+        "model.sampler.init_args.rows, now 512" in error
+        and "Traceback" not in output
+        and not folder.exists()
+    )
 
 
 @pytest.fixture
@@ -488,7 +573,9 @@ def test_a_full_disk_under_the_cache_is_explained(fit, monkeypatch, small_disk):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", fit.folder / "cache")
     small_disk(3000)
     code, output, folder = fit("full")
-    assert code == 2 and "the cache of data.train cannot be written (" in output.splitlines()[-1], output
+    assert code == 2 and "the cache of data.train cannot be written (" in output.splitlines()[-1], (
+        output
+    )
     assert "Traceback" not in output and not folder.exists()
 
 
@@ -510,7 +597,8 @@ def limit_call(patch, small_disk, owner, name: str, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "number", "kept"), [(torch, "save", 2, 2), (callbacks.evaluate, "export_policy", 1, 6)]
+    ("owner", "name", "number", "kept"),
+    [(torch, "save", 2, 2), (callbacks.evaluate, "export_policy", 1, 6)],
 )
 def test_a_full_disk_is_explained_and_complete_checkpoints_are_kept(
     fit, monkeypatch, small_disk, owner, name, number, kept
@@ -518,9 +606,19 @@ def test_a_full_disk_is_explained_and_complete_checkpoints_are_kept(
     with monkeypatch.context() as patch:
         limit_call(patch, small_disk, owner, name, number)
         code, output, folder = fit("full")
-    assert code == 2 and output.splitlines()[-1].startswith("error: ") and "Traceback" not in output, output
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if "tfevents" not in path.name}
-    assert left == {"checkpoints", f"checkpoints/epoch=0-step={kept}.ckpt", "config.yaml", "hparams.yaml", ".lock"}
+    assert (
+        code == 2 and output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
+    ), output
+    left = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if "tfevents" not in path.name
+    }
+    assert left == {
+        "checkpoints",
+        f"checkpoints/epoch=0-step={kept}.ckpt",
+        "config.yaml",
+        "hparams.yaml",
+        ".lock",
+    }
     code, output, folder = fit("full")
     assert code == 0 and "resuming" in output, output
     assert_same(folder, fit.whole())
@@ -530,6 +628,11 @@ def test_a_full_disk_keeps_complete_trajectories(run, fit, monkeypatch, small_di
     monkeypatch.setattr(pipeline, "PART", 2)
     limit_call(monkeypatch, small_disk, pipeline, "write_trajectories", 2)
     config = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--data.problems={fit.problems}"]
-    code, _, err = run(train.main, "predict", *config, f"--model.policy={fit.policy}", "--data.out=out")
+    code, _, err = run(
+        train.main, "predict", *config, f"--model.policy={fit.policy}", "--data.out=out"
+    )
     assert code == 2 and err.splitlines()[-1].startswith("error: "), err
-    assert sorted(path.name for path in (fit.folder / "out").iterdir()) == [".lock", "part-00000.parquet"]
+    assert sorted(path.name for path in (fit.folder / "out").iterdir()) == [
+        ".lock",
+        "part-00000.parquet",
+    ]

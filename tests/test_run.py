@@ -61,7 +61,9 @@ def test_loss_overlays_write_every_argument():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
-def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(run, setting, monkeypatch, overlay):
+def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(
+    run, setting, monkeypatch, overlay
+):
     policy, arguments = setting
     trajectories = make_trajectories(policy, shift=2.0)
     data = write(run.folder / "shifted.parquet", policy, trajectories, policy="another")
@@ -75,22 +77,37 @@ def test_an_sgd_step_by_an_overlay_follows_the_gradient_of_its_loss(run, setting
     (batch,) = batches
     chosen = [trajectories[i] for i in batch.trajectory_B.tolist()]
     written = yaml.safe_load(overlay.read_text())["model"]["loss"]
-    loss = getattr(losses, written["class_path"].removeprefix("topr.losses."))(**written["init_args"])
+    loss = getattr(losses, written["class_path"].removeprefix("topr.losses."))(
+        **written["init_args"]
+    )
     model = load_policy(str(policy)).model.double()
     log_probs = []
     for t in chosen:
-        logits = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[0, len(t.prompt_ids) - 1 : -1]
-        log_probs.append(logits.log_softmax(-1).gather(1, torch.tensor(t.response_ids)[:, None])[:, 0])
-    ref_log_probs_N = torch.tensor([value for t in chosen for value in t.ref_logprobs], dtype=torch.float64)
+        logits = model(torch.tensor([t.prompt_ids + t.response_ids])).logits[
+            0, len(t.prompt_ids) - 1 : -1
+        ]
+        log_probs.append(
+            logits.log_softmax(-1).gather(1, torch.tensor(t.response_ids)[:, None])[:, 0]
+        )
+    ref_log_probs_N = torch.tensor(
+        [value for t in chosen for value in t.ref_logprobs], dtype=torch.float64
+    )
     lengths = torch.tensor([len(t.response_ids) for t in chosen])
     output = loss(torch.cat(log_probs), ref_log_probs_N, lengths, batch.advantage_B.double())
     gradients = torch.autograd.grad(output.loss_B.sum() / batch.divisor, list(model.parameters()))
     folder = run.folder / "runs" / f"arithmetic-{overlay.stem}" / "version_0"
     trained = load_policy(str(folder / "policy")).model
-    moved = [after - before for after, before in zip(trained.parameters(), model.parameters(), strict=True)]
-    found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (moved, gradients))
+    moved = [
+        after - before
+        for after, before in zip(trained.parameters(), model.parameters(), strict=True)
+    ]
+    found, expected = (
+        torch.cat([part.flatten() for part in parts]) for parts in (moved, gradients)
+    )
     assert (found + 8.0 * expected).norm() < 1e-4 * (8.0 * expected).norm()
-    if loss.grouping == "group" and not isinstance(loss, losses.AsymRE):  # which learns from equal rewards, too
+    if loss.grouping == "group" and not isinstance(
+        loss, losses.AsymRE
+    ):  # which learns from equal rewards, too
         events = EventAccumulator(str(folder)).Reload()
         rewards = [{t.reward for t in trajectories if t.group == str(group)} for group in range(6)]
         (silent,) = events.Scalars("train/groups_without_signal")
@@ -105,30 +122,49 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "--trainer.callbacks.init_args.every_n_train_steps=1")  # fmt: skip
     assert code == 0, err
     folder = run.folder / "runs" / "arithmetic" / "version_0"
-    assert {"policy", "summary.json", "checkpoints", "config.yaml"} <= {path.name for path in folder.iterdir()}
+    assert {"policy", "summary.json", "checkpoints", "config.yaml"} <= {
+        path.name for path in folder.iterdir()
+    }
     summary = json.loads((folder / "summary.json").read_text())
-    assert {"before", "after", "steps", "trajectories", "tokens_per_s", "max_abs_log_ratio_at_start"} <= set(summary)
+    assert {
+        "before",
+        "after",
+        "steps",
+        "trajectories",
+        "tokens_per_s",
+        "max_abs_log_ratio_at_start",
+    } <= set(summary)
     for when in ("before", "after"):
         assert {"pass@1", "pass@3", "maj@3", "invalid", "problems", "samples"} <= set(summary[when])
         assert (summary[when]["problems"], summary[when]["samples"]) == (5, 3)
     assert (summary["steps"], summary["trajectories"]) == (3, 23)
     assert summary["max_abs_log_ratio_at_start"] < 1e-4
     card = ModelCard.load(folder / "policy" / "README.md")
-    assert card.data.base_model == str(policy) and "trained with TOPR" in card.text and "torch 2." in card.text
+    assert (
+        card.data.base_model == str(policy)
+        and "trained with TOPR" in card.text
+        and "torch 2." in card.text
+    )
     for when in ("before", "after"):
         assert f"| {when} | {100 * summary[when]['pass@1']:.1f} [" in card.text
     assert (folder / "config.yaml").read_text() in card.text
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
-    weights = torch.load(next((folder / "checkpoints").glob("*.ckpt")), weights_only=True)["state_dict"]
+    weights = torch.load(next((folder / "checkpoints").glob("*.ckpt")), weights_only=True)[
+        "state_dict"
+    ]
     trained = load_policy(str(policy))
-    trained.load_state_dict({name.removeprefix("policy."): value for name, value in weights.items()})
+    trained.load_state_dict(
+        {name.removeprefix("policy."): value for name, value in weights.items()}
+    )
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(exported(ids).logits, trained.eval().logits(ids))
     assert not torch.equal(exported(ids).logits, load_policy(str(policy)).logits(ids))
     assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0}).Reload()
+    events = EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0}
+    ).Reload()
     scalars = set(events.Tags()["scalars"])
     assert {
         "train/loss", "train/objective", "train/reward", "train/positive_share", "train/effective_positive_share",
@@ -139,13 +175,23 @@ def test_fit_writes_policy_summary_and_events(run, setting):
         "val_interval/pass@1_low", "val_interval/pass@1_high", "train/lr",
     } <= scalars  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
-    assert [event.step for event in events.Scalars("val/pass@1")] == [0, 1, 2, 3]  # before training, then thrice
+    assert [event.step for event in events.Scalars("val/pass@1")] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # before training, then thrice
     assert all(math.isfinite(event.value) for name in scalars for event in events.Scalars(name))
     assert {"log_ratio/positives", "log_ratio/negatives"} <= set(events.Tags()["histograms"])
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     glossary = GLOSSARY.read_text()
     for tag in scalars:
-        name = tag.replace("_interval", "").removesuffix("_low").removesuffix("_high").replace("test/", "val/")
+        name = (
+            tag.replace("_interval", "")
+            .removesuffix("_low")
+            .removesuffix("_high")
+            .replace("test/", "val/")
+        )
         name = name.replace("@4", "@k").replace("@3", "@k")
         assert f"`{name}`" in glossary, tag
 
@@ -170,10 +216,20 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
         return measure(self, trainer, *arguments)
 
     monkeypatch.setattr(callbacks.Evaluate, "measure", observed)
-    trainer = Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False
+    )
     trainer.fit(module, data)
-    assert trainer.global_step == 3 and sanity_checks == [True, False, False]  # then before and after the epoch
-    assert len(data.read_problems("val")) == len((folder / "problems.jsonl").read_text().splitlines()) > 2
+    assert trainer.global_step == 3 and sanity_checks == [
+        True,
+        False,
+        False,
+    ]  # then before and after the epoch
+    assert (
+        len(data.read_problems("val"))
+        == len((folder / "problems.jsonl").read_text().splitlines())
+        > 2
+    )
     before, after = load_policy(str(policy)).state_dict(), module.policy.state_dict()
     assert not any(torch.equal(after[name], before[name]) for name in before)
     for split, method in (("val", trainer.validate), ("test", trainer.test)):
@@ -186,10 +242,14 @@ def test_a_plain_lightning_trainer_trains_validates_and_tests(setting, monkeypat
 
 
 def test_the_readme_s_lines_of_python_train_the_embedded_task(run, monkeypatch):
-    snippet = re.search(r"```python\n(# from a notebook.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    snippet = re.search(
+        r"```python\n(# from a notebook.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
     assert len([line for line in snippet.splitlines() if line]) <= 11
     for name in ("base", "train.parquet", "val.jsonl"):
-        snippet = snippet.replace(f"data/arithmetic/{name}", str(ROOT / "data" / "arithmetic" / name))
+        snippet = snippet.replace(
+            f"data/arithmetic/{name}", str(ROOT / "data" / "arithmetic" / name)
+        )
     trained: dict = {}
     exec(snippet.replace("max_epochs=1", "max_steps=2, limit_val_batches=0"), trained)
     assert trained["module"].trainer.global_step == 2
@@ -222,7 +282,10 @@ class Casts(TorchDispatchMode):
         self.count = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function is torch.ops.aten._to_copy.default and (keywords or {}).get("dtype") == torch.bfloat16:
+        if (
+            function is torch.ops.aten._to_copy.default
+            and (keywords or {}).get("dtype") == torch.bfloat16
+        ):
             self.count[tuple(arguments[0].shape)] += 1
         return function(*arguments, **(keywords or {}))
 
@@ -237,7 +300,9 @@ def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, comma
         code, out, err = run(train.main, command, *arguments)
     assert code == 0, err
     shapes = Counter(
-        tuple(part.weight.shape) for part in load_policy(str(policy)).modules() if isinstance(part, Linear)
+        tuple(part.weight.shape)
+        for part in load_policy(str(policy)).modules()
+        if isinstance(part, Linear)
     )
     assert {shape: casts.count[shape] for shape in shapes} == dict(shapes)
 
@@ -245,7 +310,9 @@ def test_sampling_casts_a_weight_once_and_not_at_every_token(run, setting, comma
 def test_a_trial_run_does_everything_once_and_leaves_nothing(run, setting, monkeypatch):
     _, arguments = setting
     before, trial, exported = set(run.folder.rglob("*")), "--trainer.fast_dev_run=true", []
-    monkeypatch.setattr("topr.callbacks.evaluate.export_policy", lambda *_: exported.append(export_policy(*_)))
+    monkeypatch.setattr(
+        "topr.callbacks.evaluate.export_policy", lambda *_: exported.append(export_policy(*_))
+    )
     code, out, err = run(train.main, "fit", *arguments, trial, "--data.samples=1000000")
     assert code == 0 and exported == [None], err
     assert "pass@2" in out  # of two problems, whatever data.samples is
@@ -255,7 +322,9 @@ def test_a_trial_run_does_everything_once_and_leaves_nothing(run, setting, monke
 
 
 def test_a_sampler_that_leaves_out_everything_is_named(run, setting, monkeypatch):
-    monkeypatch.setattr(LocalSampler, "sample", lambda self, policy, prompts, *_: [[] for _ in prompts])
+    monkeypatch.setattr(
+        LocalSampler, "sample", lambda self, policy, prompts, *_: [[] for _ in prompts]
+    )
     code, _, err = run(train.main, "predict", *setting[1], "--data.out=sampled")
     assert code == 2 and "the sampler left out every response" in err
 
@@ -276,7 +345,10 @@ def test_predicted_trajectories_are_trained_on_by_the_policy_that_sampled_them(r
     assert "15 trajectories" in out
     trajectories, metadata = read_trajectories(file), read_metadata(file)
     assert len(trajectories) == 15 and len({t.prompt_id for t in trajectories}) == 5
-    assert metadata["policy"] == policy_fingerprint(str(policy)) and metadata["sampling"]["samples"] == 3
+    assert (
+        metadata["policy"] == policy_fingerprint(str(policy))
+        and metadata["sampling"]["samples"] == 3
+    )
     for t in trajectories:
         assert t.reward == (Arithmetic().grade(t.response, t.gold).reward if t.finished else -1)
     trajectories[0].reward = 1.0

@@ -31,7 +31,9 @@ def test_counts_follow_the_policy_whatever_its_generation_config_says(policy):
         no_repeat_ngram_size=1, suppress_tokens=[3, 4, 5], min_new_tokens=1, do_sample=True,
     )  # fmt: skip
     n = 4000
-    for prompt, responses in zip(PROMPTS, LocalSampler(700).sample(policy, PROMPTS, n, PLAIN, 0), strict=True):
+    for prompt, responses in zip(
+        PROMPTS, LocalSampler(700).sample(policy, PROMPTS, n, PLAIN, 0), strict=True
+    ):
         probability = first_token(policy, prompt)
         counts = Counter(response.ids[0] for response in responses)
         found = np.array([counts[i] for i in range(len(probability))]) / n
@@ -56,14 +58,22 @@ def test_responses_end_with_their_first_end_token(policy):
             assert finished or len(ids) == 12
     policy.model.generation_config.eos_token_id = [1, 4]  # several end tokens, as Llama 3 has
     for responses in LocalSampler().sample(policy, PROMPTS, 50, sampling, 0):
-        assert all(not {1, 4} & set(ids[:-1]) and finished == (ids[-1] in (1, 4)) for ids, finished in responses)
+        assert all(
+            not {1, 4} & set(ids[:-1]) and finished == (ids[-1] in (1, 4))
+            for ids, finished in responses
+        )
 
 
 def test_a_stop_string_ends_a_response_when_it_is_complete(policy):
     tokenizer = policy.tokenizer
-    prompts, stop = [tokenizer("12+3")["input_ids"], [7]], ["1", "+3"]  # the prompt's own text does not count
+    prompts, stop = (
+        [tokenizer("12+3")["input_ids"], [7]],
+        ["1", "+3"],
+    )  # the prompt's own text does not count
     ended = 0
-    for responses in LocalSampler(64).sample(policy, prompts, 200, Sampling(1.0, 0, 1.0, 12, stop), 0):
+    for responses in LocalSampler(64).sample(
+        policy, prompts, 200, Sampling(1.0, 0, 1.0, 12, stop), 0
+    ):
         assert len(responses) == 200
         for ids, finished in responses:
             text, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
@@ -82,9 +92,15 @@ def test_samples_repeat_and_leave_random_state_and_mode_alone(policy):
     first = LocalSampler().sample(policy, PROMPTS, 5, sampling, 7)
     assert torch.equal(state, torch.get_rng_state()) and policy.model.training
     policy.model.eval()
-    assert first == LocalSampler().sample(policy, PROMPTS, 5, sampling, 7) and not policy.model.training
+    assert (
+        first == LocalSampler().sample(policy, PROMPTS, 5, sampling, 7)
+        and not policy.model.training
+    )
     assert first != LocalSampler().sample(policy, PROMPTS, 5, sampling, 8)
-    assert isinstance(first[0][0], Response) and LocalSampler().sample(policy, [], 5, sampling, 7) == []
+    assert (
+        isinstance(first[0][0], Response)
+        and LocalSampler().sample(policy, [], 5, sampling, 7) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +111,13 @@ def test_samples_repeat_and_leave_random_state_and_mode_alone(policy):
 def test_a_value_outside_its_range_is_rejected(wrong):
     parser = ArgumentParser()
     parser.add_argument("sampling", type=Sampling)
-    bounds = {"temperature": 1e-4, "top_k": 0, "top_p": 1.0, "max_new_tokens": 1, "stop": ["\n\n\n", "a\n\nb", " "]}
+    bounds = {
+        "temperature": 1e-4,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": 1,
+        "stop": ["\n\n\n", "a\n\nb", " "],
+    }
     for right in (bounds, bounds | {"temperature": 0}):
         args = parser.parse_object({"sampling": right})
         assert parser.instantiate(args).sampling == Sampling(**right)

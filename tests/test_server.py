@@ -99,15 +99,24 @@ def serve():
 
 def answer(body, ids, count=None, **choice):
     """What vLLM returns: the end token stays in the ids and is counted."""
-    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids) if count is None else count}
+    usage = {
+        "prompt_tokens": len(body["prompt"]),
+        "completion_tokens": len(ids) if count is None else count,
+    }
     reason = "stop" if END in ids else "length"
-    return 200, {"choices": [{"text": "", "finish_reason": reason, "token_ids": ids} | choice], "usage": usage}
+    return 200, {
+        "choices": [{"text": "", "finish_reason": reason, "token_ids": ids} | choice],
+        "usage": usage,
+    }
 
 
 def drawn(body) -> list[int]:
     """Ids that depend on the request's seed and prompt; about half of them end early."""
     rng = random.Random(f"{body['seed']} {body['prompt']}")
-    ids = [rng.choice([END, *range(3, 12)]) if rng.random() < 0.5 else 3 for _ in range(body["max_tokens"])]
+    ids = [
+        rng.choice([END, *range(3, 12)]) if rng.random() < 0.5 else 3
+        for _ in range(body["max_tokens"])
+    ]
     return ids[: ids.index(END) + 1] if END in ids else ids
 
 
@@ -136,7 +145,10 @@ def test_responses_are_the_ids_that_the_server_sampled(serve, loaded):
     assert state == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     for prompt, found in zip(PROMPTS, responses, strict=True):
         expected = [drawn(body) for body in server.bodies if body["prompt"] == prompt]
-        assert sorted(found) == sorted(Response(ids, END in ids) for ids in expected) and len(found) == 8
+        assert (
+            sorted(found) == sorted(Response(ids, END in ids) for ids in expected)
+            and len(found) == 8
+        )
     assert {response.finished for found in responses for response in found} == {True, False}
     assert len({body["seed"] for body in server.bodies}) == 24
     sglang = sampler_of(server, flavour="sglang")
@@ -168,10 +180,16 @@ def test_a_response_ends_at_its_first_end_token_or_with_its_stop_string(serve, l
     )
     sampling = Sampling(1.0, 0, 1.0, 6, stop=["3;"])
     with complete():
-        assert sampler_of(stopped).sample(loaded, PROMPTS[:1], 1, sampling, 0) == [[Response(ids, False)]]
+        assert sampler_of(stopped).sample(loaded, PROMPTS[:1], 1, sampling, 0) == [
+            [Response(ids, False)]
+        ]
         sampling.stop = ["2="]  # whole tokens, the rest was sampled after the end
-        assert sampler_of(stopped).sample(loaded, PROMPTS[:1], 1, sampling, 0) == [[Response(ids[:3], False)]]
-        assert sampler_of(beyond).sample(loaded, PROMPTS[:1], 1, OPEN, 0) == [[Response([3, END], True)]]
+        assert sampler_of(stopped).sample(loaded, PROMPTS[:1], 1, sampling, 0) == [
+            [Response(ids[:3], False)]
+        ]
+        assert sampler_of(beyond).sample(loaded, PROMPTS[:1], 1, OPEN, 0) == [
+            [Response([3, END], True)]
+        ]
 
 
 def test_failures_that_may_pass_are_retried_and_no_response_is_dropped(serve, loaded):
@@ -191,7 +209,9 @@ def test_failures_that_may_pass_are_retried_and_no_response_is_dropped(serve, lo
 
     server = serve(reply)
     with complete():
-        responses = sampler_of(server, timeout=1.0, retries=3).sample(loaded, PROMPTS, 7, SAMPLING, 0)
+        responses = sampler_of(server, timeout=1.0, retries=3).sample(
+            loaded, PROMPTS, 7, SAMPLING, 0
+        )
     assert [len(found) for found in responses] == [7, 7, 7]
     assert {seed % 4 for seed in seen} == set(range(4))
     assert all(count >= 2 for seed, count in seen.items() if seed % 4 < 3)
@@ -207,7 +227,9 @@ def test_a_rejected_request_ends_at_once_in_one_sentence_with_the_servers_words(
     server, start = serve(reply), time.monotonic()
     with pytest.raises(InputError) as error:
         sampler_of(server, concurrency=4).sample(loaded, PROMPTS, 10, SAMPLING, 0)
-    assert time.monotonic() - start < 10.0 and len(server.bodies) < 10  # those under way are cancelled
+    assert (
+        time.monotonic() - start < 10.0 and len(server.bodies) < 10
+    )  # those under way are cancelled
     message = str(error.value)
     assert f"{server.url}/completions fails: " in message and "prompt is too long" in message
     assert "check that the server runs and the sampler's url, model and flavour" in message
@@ -240,7 +262,9 @@ def test_servers_share_the_requests_and_their_number_at_once_is_bounded(serve, l
     servers = [serve(together(threading.Barrier(3))) for _ in range(2)]
     sampler_of(*servers, concurrency=6).sample(loaded, PROMPTS, 10, SAMPLING, 0)
     assert [server.most for server in servers] == [3, 3]
-    assert sum(len(server.bodies) for server in servers) == 30 and all(len(server.bodies) >= 8 for server in servers)
+    assert sum(len(server.bodies) for server in servers) == 30 and all(
+        len(server.bodies) >= 8 for server in servers
+    )
 
 
 def test_uncertain_responses_are_dropped_and_counted(serve, loaded):
@@ -262,11 +286,15 @@ def test_uncertain_responses_are_dropped_and_counted(serve, loaded):
 
 def test_a_server_that_never_returns_a_usable_response_is_an_error(serve, loaded):
     cut = serve(lambda body, number: answer(body, [3, 4]))
-    with pytest.raises(InputError, match="9 of 9 responses .*give it room for prompt and max_new_tokens"):
+    with pytest.raises(
+        InputError, match="9 of 9 responses .*give it room for prompt and max_new_tokens"
+    ):
         sampler_of(cut).sample(loaded, PROMPTS, 3, SAMPLING, 0)
     for payload in ({"choices": [{"text": "12"}], "usage": {}}, {"choices": []}, [], "<html>"):
         odd = serve(lambda body, number, payload=payload: (200, payload))
-        with pytest.raises(InputError, match=f"{odd.url}/ answers without choices, usage or token ids; use vLLM"):
+        with pytest.raises(
+            InputError, match=f"{odd.url}/ answers without choices, usage or token ids; use vLLM"
+        ):
             sampler_of(odd).sample(loaded, PROMPTS, 1, SAMPLING, 0)
     # but the last batch of a long run may be unlucky
     turns = serve(lambda body, number: answer(body, [3, END], count=2 + number))
@@ -279,7 +307,9 @@ def test_a_server_that_never_returns_a_usable_response_is_an_error(serve, loaded
 @pytest.mark.parametrize("models", [("a", "b"), ()])
 def test_the_model_must_be_clear(serve, loaded, models):
     server = serve(vllm, models=models)
-    with pytest.raises(InputError, match=r"lists the models \[.*\]; choose one by model.sampler.init_args.model"):
+    with pytest.raises(
+        InputError, match=r"lists the models \[.*\]; choose one by model.sampler.init_args.model"
+    ):
         sampler_of(server).sample(loaded, PROMPTS, 1, SAMPLING, 0)
     assert sampler_of(server, model="b").sample(loaded, PROMPTS, 1, SAMPLING, 0)
     assert {body["model"] for body in server.bodies} == {"b"}
@@ -296,7 +326,10 @@ def texts(tokenizer, ids, reason):
     """A server of text, which leaves special tokens out of it."""
 
     def reply(body, number):
-        usage = {"prompt_tokens": len(tokenizer(body["prompt"])["input_ids"]), "completion_tokens": len(ids)}
+        usage = {
+            "prompt_tokens": len(tokenizer(body["prompt"])["input_ids"]),
+            "completion_tokens": len(ids),
+        }
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return 200, {"choices": [{"text": text, "finish_reason": reason}], "usage": usage}
 
@@ -344,17 +377,27 @@ def test_a_spelled_end_token_ends_no_response(serve, loaded):
 def test_prompts_reach_servers_of_text_as_the_same_ids(serve, loaded, tmp_path):
     from tokenizers.processors import TemplateProcessing
 
-    special = load_policy(str(make_policy(tmp_path / "base")))  # its tokenizer, and the server's, add an end token
+    special = load_policy(
+        str(make_policy(tmp_path / "base"))
+    )  # its tokenizer, and the server's, add an end token
     template = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
     special.tokenizer.backend_tokenizer.post_processor = template
     server = serve(texts(special.tokenizer, [3, END], "stop"))
     with pytest.warns(UserWarning, match="2 of 4"):  # no text has the ids of the second prompt
-        found = sampler_of(server, flavour="openai").sample(special, [[END, 5, 6], [5, 6]], 2, OPEN, 0)
-    assert [len(responses) for responses in found] == [2, 0] and {body["prompt"] for body in server.bodies} == {"23"}
-    other = serve(texts(loaded.tokenizer, [3, END], "stop"))  # it adds no token, hence reads another prompt
+        found = sampler_of(server, flavour="openai").sample(
+            special, [[END, 5, 6], [5, 6]], 2, OPEN, 0
+        )
+    assert [len(responses) for responses in found] == [2, 0] and {
+        body["prompt"] for body in server.bodies
+    } == {"23"}
+    other = serve(
+        texts(loaded.tokenizer, [3, END], "stop")
+    )  # it adds no token, hence reads another prompt
     with pytest.raises(InputError, match="1 of 1"):
         sampler_of(other, flavour="openai").sample(special, [[END, 5, 6]], 1, OPEN, 0)
-    assert sampler_of(other, flavour="openai").sample(loaded, [[5, 6]], 1, OPEN, 0) == [[Response([3, END], True)]]
+    assert sampler_of(other, flavour="openai").sample(loaded, [[5, 6]], 1, OPEN, 0) == [
+        [Response([3, END], True)]
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{"top_k": 5}, {"stop": ["x"]}])
@@ -375,21 +418,40 @@ def real(tmp_path_factory):
         pytest.skip("transformers[serving] is not installed")
     folder = tmp_path_factory.mktemp("serve")
     policy = make_policy(folder / "base", scale=0.35)
-    settings = policy / "generation_config.json"  # without these two it is greedy, or keeps to 50 tokens
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": True, "top_k": 0}))
+    settings = (
+        policy / "generation_config.json"
+    )  # without these two it is greedy, or keeps to 50 tokens
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"do_sample": True, "top_k": 0})
+    )
     (folder / "home" / "hub").mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
-    command = [Path(sys.executable).with_name("transformers"), "serve", policy, "--host", "127.0.0.1"]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "home"),
+    }
+    command = [
+        Path(sys.executable).with_name("transformers"),
+        "serve",
+        policy,
+        "--host",
+        "127.0.0.1",
+    ]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [*map(str, command), "--port", str(port), "--device", "cpu"], env=environment, stdout=log, stderr=log
+            [*map(str, command), "--port", str(port), "--device", "cpu"],
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
     try:
         while process.poll() is None:
             try:
-                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/health")
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+                    f"http://127.0.0.1:{port}/health"
+                )
                 break
             except OSError:
                 time.sleep(0.1)
@@ -405,10 +467,17 @@ def real(tmp_path_factory):
 def test_a_real_server_samples_from_the_policys_distribution(real):
     folder, url = real
     policy = load_policy(str(folder))
-    sampling, n = Sampling(2.0, 0, 1.0, 1), 300  # flat: a forgotten temperature or a cut tail would show
+    sampling, n = (
+        Sampling(2.0, 0, 1.0, 1),
+        300,
+    )  # flat: a forgotten temperature or a cut tail would show
     with torch.no_grad():
-        probability = (policy.logits(torch.tensor(PROMPTS[:1]))[0, -1].double() / 2).softmax(-1).numpy()
-    visible = np.arange(3, len(probability))  # text hides the special tokens, of which a single one is never certain
+        probability = (
+            (policy.logits(torch.tensor(PROMPTS[:1]))[0, -1].double() / 2).softmax(-1).numpy()
+        )
+    visible = np.arange(
+        3, len(probability)
+    )  # text hides the special tokens, of which a single one is never certain
     # one at a time: the server draws from one generator, and then its seeds repeat
     server = ServerSampler(url, flavour="openai", model=str(folder), concurrency=1)
     ((*sampled,),) = server.sample(policy, PROMPTS[:1], n, sampling, 0)
@@ -418,7 +487,9 @@ def test_a_real_server_samples_from_the_policys_distribution(real):
     for responses in (sampled, [response for response in local if response.ids[0] in visible]):
         counts = Counter(response.ids[0] for response in responses)
         expected = probability[visible] / probability[visible].sum() * len(responses)
-        statistic = sum((counts[i] - mean) ** 2 / mean for i, mean in zip(visible, expected, strict=True))
+        statistic = sum(
+            (counts[i] - mean) ** 2 / mean for i, mean in zip(visible, expected, strict=True)
+        )
         freedom = len(visible) - 1
         assert statistic < freedom + 5 * np.sqrt(2 * freedom)
     ((*likely,),) = server.sample(policy, PROMPTS[:1], 20, Sampling(2.0, 0, 0.3, 1), 0)

@@ -22,11 +22,17 @@ BASE = [
     "--trainer.enable_progress_bar=false", "--data.batch_size=10", "--data.microbatch_tokens=60",
     "--model.optimizer=torch.optim.AdamW", "--model.optimizer.init_args.lr=3e-4",
 ]  # fmt: skip
-LONG = ["--trainer.max_epochs=7"]  # 21 updates of 10, 10 and 3 trajectories: the last leaves fillers on either rank
+LONG = [
+    "--trainer.max_epochs=7"
+]  # 21 updates of 10, 10 and 3 trajectories: the last leaves fillers on either rank
 SHORT = ["--trainer.max_steps=3"]
 STOPPED, RESUMED = [*LONG, "--trainer.max_steps=10"], [*LONG, "--ckpt_path=last"]
 ADAFACTOR = [*LONG, "--model.optimizer=topr.optim.Adafactor", "--model.optimizer.init_args.lr=3e-4"]
-SGD = ["--trainer.max_steps=1", "--model.optimizer=torch.optim.SGD", "--model.optimizer.init_args.lr=0.5"]
+SGD = [
+    "--trainer.max_steps=1",
+    "--model.optimizer=torch.optim.SGD",
+    "--model.optimizer.init_args.lr=0.5",
+]
 TEST = [f"--data.test={ROOT / 'data' / 'arithmetic' / 'val.jsonl'}", "--data.samples=1"]
 SAVE = [
     "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
@@ -48,17 +54,27 @@ RANK_ZERO = [2, 0]  # exit codes of an error that rank 0 prints for all
 def files(tmp_path_factory):
     """Policies, and trajectories whose ratios lie on both sides of every limit."""
     folder = tmp_path_factory.mktemp("world")
-    policies = {name: make_policy(folder / name, tie_word_embeddings=name == "tied") for name in ("base", "tied")}
+    policies = {
+        name: make_policy(folder / name, tie_word_embeddings=name == "tied")
+        for name in ("base", "tied")
+    }
     for name in ("renamed", "uneven"):
         policies[name] = make_policy(folder / name)
         values = load_file(policies[name] / "model.safetensors")
         if name == "renamed":
             values = {key.removeprefix("model."): value for key, value in values.items()}
         else:  # norms that bfloat16 would round
-            values = {key: value * 1.001 if "norm" in key else value for key, value in values.items()}
+            values = {
+                key: value * 1.001 if "norm" in key else value for key, value in values.items()
+            }
         save_file(values, policies[name] / "model.safetensors", {"format": "pt"})
     data = {
-        name: write(folder / f"{name}.parquet", policy, make_trajectories(policy, shift=2.0), policy="another")
+        name: write(
+            folder / f"{name}.parquet",
+            policy,
+            make_trajectories(policy, shift=2.0),
+            policy="another",
+        )
         for name, policy in policies.items()
     }
     return folder, policies, data
@@ -77,7 +93,10 @@ def two(files):
     """Everything that two ranks do, in one launch: the folder of the runs; exit codes and output of each command."""
     folder = files[0]
     stopped, uneven = on_ranks(
-        1, folder, command(files, "saved-by-one", *FSDP[1], *STOPPED), command(files, "uneven", *FSDP[1], *RUNS["bf16"])
+        1,
+        folder,
+        command(files, "saved-by-one", *FSDP[1], *STOPPED),
+        command(files, "uneven", *FSDP[1], *RUNS["bf16"]),
     )
     assert stopped[0] == uneven[0] == [0], stopped[1] + uneven[1]
     (whole,) = (folder / "runs" / "saved-by-one" / "version_0" / "checkpoints").iterdir()
@@ -88,13 +107,18 @@ def two(files):
     commands |= {
         "saved-by-two": command(files, "saved-by-two", *FSDP[2], *STOPPED),
         "saved-by-one": command(files, "saved-by-one", *FSDP[2], *RESUMED),
-        "lora stopped": command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"),
+        "lora stopped": command(
+            files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--trainer.max_steps=2"
+        ),
         "lora resumed": command(files, "lora-stopped", *FSDP[2], *RUNS["lora"], "--ckpt_path=last"),
         "preempted": {"arguments": command(files, "preempted", *FSDP[2], *LONG), "sigterm": 7},
         "resumed": command(files, "preempted", *FSDP[2], *RESUMED),
         "bad data": command(files, "bad", *FSDP[2], *SHORT, f"--data.test={folder / 'bad.jsonl'}"),
         "half": command(files, "half", *FSDP[2], "--ckpt_path=half.ckpt"),
-        "full": {"arguments": command(files, "full", *FSDP[2], "--trainer.max_steps=1"), "largest_shard": 2000},
+        "full": {
+            "arguments": command(files, "full", *FSDP[2], "--trainer.max_steps=1"),
+            "largest_shard": 2000,
+        },
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_COMPILE_DISABLE", "1")  # test_compile.py has a real one
@@ -129,8 +153,17 @@ def test_two_ranks_equal_one_process(run, files, two, name):
     close(alone, weights(two[0], name))
     before = load_file(files[1].get(name, files[1]["base"]) / "model.safetensors")
     assert any((alone[key] - before[key]).abs().max() > 1e-4 for key in before)
-    events = [EventAccumulator(str(path / "runs" / name / "version_0")).Reload() for path in (run.folder, two[0])]
-    for tag in ("train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"):
+    events = [
+        EventAccumulator(str(path / "runs" / name / "version_0")).Reload()
+        for path in (run.folder, two[0])
+    ]
+    for tag in (
+        "train/loss",
+        "train/reward",
+        "train/objective",
+        "gradient/norm",
+        "gradient/positive_share",
+    ):
         values, others = ([event.value for event in found.Scalars(tag)] for found in events)
         assert len(values) == (3 if RUNS[name][-1] == SHORT[-1] else 21)
         np.testing.assert_allclose(others, values, rtol=1e-3, atol=1e-6)
@@ -147,7 +180,9 @@ def test_a_sharded_run_resumes_with_its_adapters(two):
 def test_weights_under_other_names_are_loaded_whole_and_sharded_then(run, files, two):
     close(one(run, files, "renamed", *RUNS["renamed"]), weights(two[0], "renamed"))
     # the others, and tied ones, are read by shards
-    assert [name for name, output in two[1].items() if "so every rank loads all of them" in output] == ["renamed"]
+    assert [
+        name for name, output in two[1].items() if "so every rank loads all of them" in output
+    ] == ["renamed"]
 
 
 def test_bfloat16_shards_make_the_update_of_autocast(run, files, two):
@@ -175,7 +210,12 @@ def test_two_ranks_resume_one_and_one_resumes_two(run, files, two):
     alone = one(run, files, "adamw", *LONG)
     for saved in ("saved-by-two", "saved-by-one"):
         close(alone, weights(folder, saved))
-        assert json.loads((folder / "runs" / saved / "version_0" / "summary.json").read_text())["steps"] == 21
+        assert (
+            json.loads((folder / "runs" / saved / "version_0" / "summary.json").read_text())[
+                "steps"
+            ]
+            == 21
+        )
 
 
 def test_sigterm_leaves_shards_that_resume_exactly(two):
@@ -183,7 +223,9 @@ def test_sigterm_leaves_shards_that_resume_exactly(two):
     assert "ended by a signal after update 8" in outputs["preempted"]
     assert "resuming runs/preempted/version_0/checkpoints/preempted.ckpt" in outputs["resumed"]
     close(weights(folder, "adamw"), weights(folder, "preempted"), 0)
-    assert not (folder / "runs" / "preempted" / "version_0" / "checkpoints" / "preempted.ckpt").exists()
+    assert not (
+        folder / "runs" / "preempted" / "version_0" / "checkpoints" / "preempted.ckpt"
+    ).exists()
 
 
 def test_an_exported_shard_is_a_whole_policy(files, two):
@@ -227,7 +269,10 @@ def test_an_error_on_all_ranks_is_printed_once(two, name, words):
 @pytest.mark.parametrize("sizes", [(8, 1), (1, 2)])
 def test_devices_without_a_shard_of_their_own_are_rejected(run, files, sizes):
     names = ("data_parallel_size", "tensor_parallel_size")
-    given = [f"--trainer.strategy.init_args.{name}={size}" for name, size in zip(names, sizes, strict=True)]
+    given = [
+        f"--trainer.strategy.init_args.{name}={size}"
+        for name, size in zip(names, sizes, strict=True)
+    ]
     words = "--trainer.strategy.init_args.data_parallel_size 2"
     rejected(run, words, *command(files, "base", *FSDP[2], *given))
 

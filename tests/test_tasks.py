@@ -28,7 +28,11 @@ def solve(prompt: str) -> tuple[int, list[int]]:
     for symbol, operand in zip(rest[::2], rest[1::2], strict=True):
         number = int(operand)
         values.append(
-            values[-1] + number if symbol == "+" else values[-1] - number if symbol == "-" else values[-1] * number
+            values[-1] + number
+            if symbol == "+"
+            else values[-1] - number
+            if symbol == "-"
+            else values[-1] * number
         )
     return values[-1], values
 
@@ -56,7 +60,10 @@ def test_grades(response, grade):
 
 
 def test_problems_follow_the_settings():
-    task, rng = Arithmetic(operations=(1, 5), operands=(2, 12), largest=50, operators="+*"), np.random.default_rng(0)
+    task, rng = (
+        Arithmetic(operations=(1, 5), operands=(2, 12), largest=50, operators="+*"),
+        np.random.default_rng(0),
+    )
     counts = set()
     for _ in range(500):
         problem = task.draw(rng)
@@ -89,13 +96,24 @@ def test_tokenizer_is_one_token_a_character_and_reversible():
 
 
 def test_shipped_splits_are_disjoint_and_kept_from_the_base_policy():
-    problems = {split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")}
-    assert {split: len(rows) for split, rows in problems.items()} == {"train": 500, "val": 200, "test": 300}
+    problems = {
+        split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")
+    }
+    assert {split: len(rows) for split, rows in problems.items()} == {
+        "train": 500,
+        "val": 200,
+        "test": 300,
+    }
     prompts = {split: {problem.prompt for problem in rows} for split, rows in problems.items()}
-    assert not prompts["train"] & prompts["val"] and not (prompts["train"] | prompts["val"]) & prompts["test"]
+    assert (
+        not prompts["train"] & prompts["val"]
+        and not (prompts["train"] | prompts["val"]) & prompts["test"]
+    )
     for split, rows in problems.items():
         for problem in rows:
-            assert split_of(problem.prompt) == split and str(solve(problem.prompt)[0]) == problem.gold
+            assert (
+                split_of(problem.prompt) == split and str(solve(problem.prompt)[0]) == problem.gold
+            )
 
 
 def test_shipped_trajectories_come_from_the_shipped_base():
@@ -116,10 +134,16 @@ def test_the_command_makes_the_same_bytes_twice(run, tmp_path):
     for name in ("one", "two"):
         code, out, err = run(main, "--out", tmp_path / name, *small)
         assert code == 0, err
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(tmp_path / "one")
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file()
+    )
     assert len(files) >= 8
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), (
+            file
+        )
     assert len(read_trajectories(tmp_path / "one" / "train.parquet")) == 8
     assert len(json.loads((tmp_path / "one" / "val.jsonl").read_text().splitlines()[0])) == 3
 
@@ -145,7 +169,9 @@ def test_too_few_problems_are_refused():
 
 
 def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, monkeypatch):
-    snippet = re.search(r"```python\n(# my_task.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    snippet = re.search(
+        r"```python\n(# my_task.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
     assert len([line for line in snippet.splitlines() if line]) <= 15
     (run.folder / "my_task.py").write_text(snippet)
     monkeypatch.syspath_prepend(run.folder)
@@ -155,10 +181,12 @@ def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, mon
         "--config", ROOT / "configs" / "arithmetic.yaml", "--model.task=my_task.Parity", f"--model.policy={policy}",
         "--data.samples=8", "--trainer.enable_progress_bar=false",
     ]  # fmt: skip
-    code, out, err = run(train.main, "predict", *common, f"--data.problems={problems}", "--data.out=out")
-    assert code == 0 and re.search(r"32 trajectories are under out: mean reward \S+, \S+% invalid, \S+% trunc", out), (
-        err
+    code, out, err = run(
+        train.main, "predict", *common, f"--data.problems={problems}", "--data.out=out"
     )
+    assert code == 0 and re.search(
+        r"32 trajectories are under out: mean reward \S+, \S+% invalid, \S+% trunc", out
+    ), err
     rows = read_trajectories(run.folder / "out" / "part-00000.parquet")
     rows[0].reward, rows[1].reward = 1.0, -1.0  # whatever the random policy said
     write(run.folder / "train.parquet", policy, rows)
@@ -166,10 +194,16 @@ def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, mon
     with pytest.warns(UserWarning, match="updates an epoch: only 1; lower data.batch_size, now 64"):
         code, out, err = run(train.main, "fit", *common, *more)
     assert code == 0, err
-    name, evaluated = f"my_task.Parity={problems}", ["--policy", "runs/arithmetic/version_0/policy", "--samples", "2"]
+    name, evaluated = (
+        f"my_task.Parity={problems}",
+        ["--policy", "runs/arithmetic/version_0/policy", "--samples", "2"],
+    )
     code, out, err = run(evaluate.main, "--benchmark", name, *evaluated)
     assert code == 0 and "my_task.Parity" in out, err
-    for wrong, words in {"my_task.Parity": "has no problems of its own", "my_task.Odd": "no attribute 'Odd'"}.items():
+    for wrong, words in {
+        "my_task.Parity": "has no problems of its own",
+        "my_task.Odd": "no attribute 'Odd'",
+    }.items():
         code, _, err = run(evaluate.main, "--benchmark", wrong, *evaluated)
         assert code == 2 and words in err
     import my_task
@@ -179,9 +213,23 @@ def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, mon
 
 def test_a_prediction_without_a_valid_response_is_warned_about(run, policy):
     (run.folder / "problems.jsonl").write_text('{"prompt": "1+1>", "gold": "2"}\n')
-    config = ["--config", ROOT / "configs" / "gsm8k.yaml", "--trainer.precision=32-true", "--data.samples=2"]
-    more = [f"--model.policy={policy}", "--data.problems=problems.jsonl", "--data.out=out", "--data.samples=2"]
-    more += ["--model.task=topr.tasks.Arithmetic", "--data.sampling.max_new_tokens=1", "--trainer.accelerator=cpu"]
+    config = [
+        "--config",
+        ROOT / "configs" / "gsm8k.yaml",
+        "--trainer.precision=32-true",
+        "--data.samples=2",
+    ]
+    more = [
+        f"--model.policy={policy}",
+        "--data.problems=problems.jsonl",
+        "--data.out=out",
+        "--data.samples=2",
+    ]
+    more += [
+        "--model.task=topr.tasks.Arithmetic",
+        "--data.sampling.max_new_tokens=1",
+        "--trainer.accelerator=cpu",
+    ]
     with pytest.warns(UserWarning, match="every response is invalid"):
         code, out, err = run(train.main, "predict", *config, *more)
     assert code == 0 and "100.0% invalid" in out, err

@@ -29,7 +29,9 @@ ROWS = 23
 
 @pytest.fixture(scope="module")
 def good(policy, tmp_path_factory):
-    return write(tmp_path_factory.mktemp("file") / "good.parquet", policy, make_trajectories(policy, ROWS))
+    return write(
+        tmp_path_factory.mktemp("file") / "good.parquet", policy, make_trajectories(policy, ROWS)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,12 @@ def test_the_columns_are_those_of_the_design():
         "answer": text, "gold": text, "sampled": pa.list_(pa.bool_()),
     }  # fmt: skip
     assert SCHEMA.names == list(expected) and SCHEMA.types == list(expected.values())
-    assert {field.name for field in SCHEMA if field.nullable} == {"valid", "answer", "gold", "sampled"}
+    assert {field.name for field in SCHEMA if field.nullable} == {
+        "valid",
+        "answer",
+        "gold",
+        "sampled",
+    }
 
 
 def test_round_trip(tmp_path, policy):
@@ -54,11 +61,22 @@ def test_round_trip(tmp_path, policy):
     metadata = {"task": "t", "sampling": {"top_k": 0}, "iteration": 2}
     path = write(tmp_path / "a.parquet", policy, rows, **metadata)
     assert read_trajectories(path) == [
-        Trajectory(**{**vars(row), "ref_logprobs": np.float32(row.ref_logprobs).tolist()}) for row in rows
+        Trajectory(**{**vars(row), "ref_logprobs": np.float32(row.ref_logprobs).tolist()})
+        for row in rows
     ]
-    assert pq.read_schema(path).remove_metadata() == pa.schema(list(SCHEMA)[:-1])  # written for conversations only
+    assert pq.read_schema(path).remove_metadata() == pa.schema(
+        list(SCHEMA)[:-1]
+    )  # written for conversations only
     found = read_metadata(path)
-    assert list(found) == ["schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration"]
+    assert list(found) == [
+        "schema",
+        "task",
+        "tokenizer",
+        "policy",
+        "precision",
+        "sampling",
+        "iteration",
+    ]
     assert found["schema"] == 1 and {key: found[key] for key in metadata} == metadata
     assert found["policy"] == policy_fingerprint(str(policy))
     list(batches(path, 20, 64))
@@ -82,7 +100,9 @@ def edit(table: pa.Table, name: str, row: int, value) -> pa.Table:
     values, index = table[name].to_pylist(), table.schema.get_field_index(name)
     values[row] = value(values[row]) if callable(value) else value
     field = table.schema.field(name).with_nullable(True)
-    return table.set_column(index, field if None in values else table.schema.field(name), pa.array(values, field.type))
+    return table.set_column(
+        index, field if None in values else table.schema.field(name), pa.array(values, field.type)
+    )
 
 
 def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table):
@@ -90,10 +110,14 @@ def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table
     write_tables(tmp_path / "large.parquet", tables, {})
     groups = pq.read_metadata(tmp_path / "large.parquet")
     assert {groups.row_group(i).num_rows for i in range(groups.num_row_groups - 1)} == {4096}
-    expected = pa.concat_tables(tables).append_column("sampled", pa.nulls(len(tables) * ROWS)).cast(SCHEMA)
+    expected = (
+        pa.concat_tables(tables).append_column("sampled", pa.nulls(len(tables) * ROWS)).cast(SCHEMA)
+    )
     assert pa.concat_tables(batches(tmp_path / "large.parquet")).equals(expected)
     write_tables(tmp_path / "large.parquet", [*tables, edit(table, "reward", 22, math.nan)], {})
-    with pytest.raises(InputError, match=rf"row {len(tables) * ROWS + 22} \(prompt '5'\): the reward is NaN"):
+    with pytest.raises(
+        InputError, match=rf"row {len(tables) * ROWS + 22} \(prompt '5'\): the reward is NaN"
+    ):
         list(batches(tmp_path / "large.parquet", 20, 64))
 
 
@@ -107,8 +131,16 @@ BAD_VALUES = {
     "null log-prob": ("ref_logprobs", lambda old: [None, *old[1:]], "ref_logprobs holds"),
     "null id": ("response_ids", lambda old: [*old[:-1], None], "response_ids holds"),
     "negative id": ("prompt_ids", lambda old: [-1, *old[1:]], "prompt_ids holds"),
-    "id outside the vocabulary": ("response_ids", lambda old: [*old[:-1], 20], "response_ids holds"),
-    "too many tokens": ("prompt_ids", [3] * 64, "more than 64, the policy's context or data.microbatch_tokens"),
+    "id outside the vocabulary": (
+        "response_ids",
+        lambda old: [*old[:-1], 20],
+        "response_ids holds",
+    ),
+    "too many tokens": (
+        "prompt_ids",
+        [3] * 64,
+        "more than 64, the policy's context or data.microbatch_tokens",
+    ),
     "NaN reward": ("reward", math.nan, "the reward is NaN"),
     "huge reward": ("reward", -1e30, "the reward is NaN or beyond"),
 }
@@ -119,7 +151,9 @@ def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
     column, value, words = BAD_VALUES[name]
     for row in (0, 11, ROWS - 1):
         pq.write_table(edit(table, column, row, value), tmp_path / "bad.parquet")
-        with pytest.raises(InputError, match=rf"^[^(]*bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"):
+        with pytest.raises(
+            InputError, match=rf"^[^(]*bad.parquet, row {row} \(prompt '{row // 4}'\): .*{words}"
+        ):
             list(batches(tmp_path / "bad.parquet", 20, 64))
     list(batches(write_again(tmp_path, table), 20, 64))
 
@@ -127,7 +161,8 @@ def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
 def test_marks_of_sampled_tokens_must_fit_the_response(tmp_path, table):
     responses = table["response_ids"].to_pylist()
     marks = [
-        [i > 0 or len(ids) == 1 for i in range(len(ids))] if row % 2 else None for row, ids in enumerate(responses)
+        [i > 0 or len(ids) == 1 for i in range(len(ids))] if row % 2 else None
+        for row, ids in enumerate(responses)
     ]
     good = table.append_column("sampled", pa.array(marks))
     list(batches(write_again(tmp_path, good), 20, 64))
@@ -138,7 +173,9 @@ def test_marks_of_sampled_tokens_must_fit_the_response(tmp_path, table):
         lambda old: [False] * len(old),
     ):
         pq.write_table(edit(good, "sampled", 11, value), tmp_path / "bad.parquet")
-        with pytest.raises(InputError, match=r"row 11 \(prompt '2'\): sampled must mark each response token"):
+        with pytest.raises(
+            InputError, match=r"row 11 \(prompt '2'\): sampled must mark each response token"
+        ):
             list(batches(tmp_path / "bad.parquet", 20, 64))
 
 
@@ -148,7 +185,11 @@ def write_again(tmp_path, table):
 
 
 def test_the_bounds_themselves_are_accepted(tmp_path, table):
-    for column, value in {"prompt_ids": [0, 19], "ref_logprobs": lambda old: [0.0, *old[1:]], "reward": -1e6}.items():
+    for column, value in {
+        "prompt_ids": [0, 19],
+        "ref_logprobs": lambda old: [0.0, *old[1:]],
+        "reward": -1e6,
+    }.items():
         list(batches(write_again(tmp_path, edit(table, column, 5, value)), 20, 64))
     row = table.slice(5, 1).to_pylist()[0]
     tokens = len(row["prompt_ids"]) + len(row["response_ids"])
@@ -203,7 +244,9 @@ def test_columns_in_another_order_and_width_hold_the_same_trajectories(tmp_path,
     ):
         mixed = replace(mixed, name, table[name].cast(kind))
     mixed = replace(
-        replace(mixed, "gold", pa.nulls(ROWS)), "ref_logprobs", table["ref_logprobs"].cast(pa.list_(pa.float64()))
+        replace(mixed, "gold", pa.nulls(ROWS)),
+        "ref_logprobs",
+        table["ref_logprobs"].cast(pa.list_(pa.float64())),
     )
     pq.write_table(mixed, tmp_path / "mixed.parquet", row_group_size=5, compression="gzip")
     assert read_trajectories(tmp_path / "mixed.parquet") == read_trajectories(good)
@@ -220,7 +263,11 @@ def test_a_truncated_file_is_rejected(tmp_path, good, share):
 
 def test_a_damaged_page_is_rejected(tmp_path, good):
     group = pq.read_metadata(good).row_group(0)
-    column = next(group.column(i) for i in range(group.num_columns) if "ref_logprobs" in group.column(i).path_in_schema)
+    column = next(
+        group.column(i)
+        for i in range(group.num_columns)
+        if "ref_logprobs" in group.column(i).path_in_schema
+    )
     content = bytearray(good.read_bytes())
     content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
     (tmp_path / "damaged.parquet").write_bytes(content)
@@ -229,7 +276,9 @@ def test_a_damaged_page_is_rejected(tmp_path, good):
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 2}'], ids=["no JSON", "another version"])
-def test_metadata_that_is_not_ours_is_rejected_and_missing_metadata_is_unknown(tmp_path, table, text):
+def test_metadata_that_is_not_ours_is_rejected_and_missing_metadata_is_unknown(
+    tmp_path, table, text
+):
     pq.write_table(table.replace_schema_metadata({"topr": text}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="a.parquet"):
         read_metadata(tmp_path / "a.parquet")
@@ -240,7 +289,11 @@ def test_metadata_that_is_not_ours_is_rejected_and_missing_metadata_is_unknown(t
 def test_files_without_trajectories_are_rejected(tmp_path, table):
     write_tables(tmp_path / "empty.parquet", [table.slice(0, 0)], {})
     (tmp_path / "text.parquet").write_text('{"prompt": "1"}')
-    for name, words in (("empty", "holds no trajectory"), ("text", "cannot be read"), ("none", "No such file")):
+    for name, words in (
+        ("empty", "holds no trajectory"),
+        ("text", "cannot be read"),
+        ("none", "No such file"),
+    ):
         with pytest.raises(InputError, match=f"{name}.parquet.*{words}"):
             read(tmp_path / f"{name}.parquet")
 
@@ -274,7 +327,9 @@ def test_rows_come_from_json_lines_and_parquet(tmp_path):
     assert load_rows(tmp_path / "a.parquet", REQUIRED, OPTIONAL) == rows
 
 
-@pytest.mark.parametrize(("suffix", "compression"), [("jsonl.gz", "gzip"), ("json.gz", "gzip"), ("jsonl.zst", "zstd")])
+@pytest.mark.parametrize(
+    ("suffix", "compression"), [("jsonl.gz", "gzip"), ("json.gz", "gzip"), ("jsonl.zst", "zstd")]
+)
 def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, compression):
     rows, path = [GOOD | {"id": i} for i in range(9)], tmp_path / f"a.{suffix}"
     for part in (rows[:5], rows[5:]):  # a second member follows, as `cat a.gz b.gz` writes them
@@ -325,5 +380,7 @@ def test_sources_without_rows_are_rejected(tmp_path, good):
 
 def test_help_needs_no_heavy_library():
     code = "import sys, topr.trajectories.__main__; print({'torch', 'pandas', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, observe_microbatches, on_ranks, write
+from conftest import (
+    ROOT,
+    TWO_RANKS,
+    make_policy,
+    make_trajectories,
+    observe_microbatches,
+    on_ranks,
+    write,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -70,7 +78,10 @@ def fit(run, policy, data, *more):
     """Run `train.py fit`; returns the version folder."""
     code, _, err = run(train.main, *fit_arguments(policy, data, *more))
     assert code == 0, err
-    return max((path for path in (run.folder / "runs" / "arithmetic").iterdir()), key=lambda p: p.stat().st_mtime)
+    return max(
+        (path for path in (run.folder / "runs" / "arithmetic").iterdir()),
+        key=lambda p: p.stat().st_mtime,
+    )
 
 
 def exported(folder) -> dict[str, torch.Tensor]:
@@ -108,12 +119,16 @@ def expected_gradient(policy, trajectories, limits) -> dict[str, torch.Tensor]:
         log_probs = model(ids).logits[0].log_softmax(-1)
         start = len(t.prompt_ids) - 1
         sampled = np.array(t.sampled or [True] * len(t.response_ids))
-        log_pi = sum(log_probs[start + i, token] for i, token in enumerate(t.response_ids) if sampled[i])
+        log_pi = sum(
+            log_probs[start + i, token] for i, token in enumerate(t.response_ids) if sampled[i]
+        )
         ratio = math.exp(log_pi.item() - np.float32(t.ref_logprobs)[sampled].sum(dtype=np.float64))
         low, high = (a_plus, b_plus) if t.reward >= 0 else (a_minus, b_minus)
         factor = t.reward * min(max(ratio, low), high) / sum(sampled) / len(trajectories)
         for (name, _), gradient in zip(
-            model.named_parameters(), torch.autograd.grad(log_pi, list(model.parameters())), strict=True
+            model.named_parameters(),
+            torch.autograd.grad(log_pi, list(model.parameters())),
+            strict=True,
         ):
             total[name] += factor * gradient
     return total
@@ -125,7 +140,11 @@ def shifted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shifted")
     policy = make_policy(folder / "base")
     trajectories = make_trajectories(policy, shift=2.0)
-    return policy, write(folder / "train.parquet", policy, trajectories, policy="another"), trajectories
+    return (
+        policy,
+        write(folder / "train.parquet", policy, trajectories, policy="another"),
+        trajectories,
+    )
 
 
 def sgd_step(loss: str, microbatch_tokens: int) -> list:
@@ -143,15 +162,26 @@ def marks(loss: str, microbatch_tokens: int, accelerator: str) -> list:
     return [pytest.mark.slow] * slow + [pytest.mark.gpu] * (accelerator == "cuda")
 
 
-STEPS = [pytest.param(*case, marks=marks(*case)) for case in product(LIMITS, (50, 10_000), ("cpu", "cuda"))]
+STEPS = [
+    pytest.param(*case, marks=marks(*case))
+    for case in product(LIMITS, (50, 10_000), ("cpu", "cuda"))
+]
 
 
 @pytest.mark.parametrize(("loss", "microbatch_tokens", "accelerator"), STEPS)
-def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, microbatch_tokens, accelerator):
+def test_one_sgd_step_moves_every_tensor_as_the_paper_says(
+    run, shifted, loss, microbatch_tokens, accelerator
+):
     if accelerator == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     policy, data, trajectories = shifted
-    folder = fit(run, policy, data, *sgd_step(loss, microbatch_tokens), f"--trainer.accelerator={accelerator}")
+    folder = fit(
+        run,
+        policy,
+        data,
+        *sgd_step(loss, microbatch_tokens),
+        f"--trainer.accelerator={accelerator}",
+    )
     expected = expected_gradient(policy, trajectories, LIMITS[loss])
     for name, moved in movement(policy, folder).items():
         error = (moved - 8.0 * expected[name]).norm() / (8.0 * expected[name]).norm()
@@ -160,17 +190,23 @@ def test_one_sgd_step_moves_every_tensor_as_the_paper_says(run, shifted, loss, m
 
 @pytest.mark.parametrize("microbatch_tokens", [50, 10_000])
 @pytest.mark.parametrize("groups", ["none", pytest.param("whole", marks=pytest.mark.slow)])
-def test_a_conversation_moves_the_policy_by_its_sampled_tokens_alone(run, microbatch_tokens, groups):
+def test_a_conversation_moves_the_policy_by_its_sampled_tokens_alone(
+    run, microbatch_tokens, groups
+):
     """From two files, one with and one without the column; neighbours share prompts."""
     policy = make_policy(run.folder / "base")
     trajectories = make_trajectories(policy, shift=2.0, turns=True)
-    one_turn, several = ([t for t in trajectories if (t.sampled is None) == single] for single in (True, False))
+    one_turn, several = (
+        [t for t in trajectories if (t.sampled is None) == single] for single in (True, False)
+    )
     assert len(one_turn) > 2 and sum(False in t.sampled and True in t.sampled for t in several) > 9
     (run.folder / "data").mkdir()
     for name, rows in (("a", several), ("b", one_turn)):
         write(run.folder / "data" / f"{name}.parquet", policy, rows, policy="another")
     whole = f"--data.whole_groups={str(groups == 'whole').lower()}"
-    folder = fit(run, policy, f"{run.folder}/data/*.parquet", *sgd_step("topr", microbatch_tokens), whole)
+    folder = fit(
+        run, policy, f"{run.folder}/data/*.parquet", *sgd_step("topr", microbatch_tokens), whole
+    )
     expected = expected_gradient(policy, trajectories, LIMITS["topr"])
     for name, moved in movement(policy, folder).items():
         error = (moved - 8.0 * expected[name]).norm() / (8.0 * expected[name]).norm()
@@ -182,17 +218,30 @@ def test_the_files_for_speed_can_be_deleted(run, shifted):
     policy, data, _ = shifted
     whole = fit(run, policy, data, *sgd_step("topr", 50))
     copy = run.folder / "copy"
-    shutil.copytree(ROOT / "topr", copy / "topr", ignore=shutil.ignore_patterns("one_pass.py", "shared_prompts.py"))
+    shutil.copytree(
+        ROOT / "topr",
+        copy / "topr",
+        ignore=shutil.ignore_patterns("one_pass.py", "shared_prompts.py"),
+    )
     shutil.copy(ROOT / "train.py", copy)
-    assert len(list((copy / "topr" / "policy").glob("*.py"))) == len(list((ROOT / "topr" / "policy").glob("*.py"))) - 2
+    assert (
+        len(list((copy / "topr" / "policy").glob("*.py")))
+        == len(list((ROOT / "topr" / "policy").glob("*.py"))) - 2
+    )
     arguments = fit_arguments(policy, data, *sgd_step("topr", 50))
-    done = subprocess.run([sys.executable, "train.py", *arguments], cwd=copy, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments], cwd=copy, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert_close_weights(whole, copy / "runs" / "arithmetic" / "version_0")
 
 
 FEW_TOKENS = "--data.microbatch_tokens=23"
-OTHERS = [["--data.microbatch_tokens=60"], [FEW_TOKENS], ["--data.microbatch_tokens=60", "--data.num_workers=2"]]
+OTHERS = [
+    ["--data.microbatch_tokens=60"],
+    [FEW_TOKENS],
+    ["--data.microbatch_tokens=60", "--data.num_workers=2"],
+]
 
 
 @pytest.mark.parametrize("others", [[[FEW_TOKENS]], pytest.param(OTHERS, marks=pytest.mark.slow)])
@@ -200,8 +249,14 @@ def test_micro_batches_padding_and_workers_do_not_change_the_update(run, shifted
     policy, data, _ = shifted
     results = []
     for more in ([], *others):
-        common = ["--data.batch_size=9", "--trainer.max_epochs=2", "--trainer.val_check_interval=1.0"]
-        results.append(fit(run, policy, data, "--model.optimizer.init_args.lr=3.0e-4", *common, *more))
+        common = [
+            "--data.batch_size=9",
+            "--trainer.max_epochs=2",
+            "--trainer.val_check_interval=1.0",
+        ]
+        results.append(
+            fit(run, policy, data, "--model.optimizer.init_args.lr=3.0e-4", *common, *more)
+        )
     for other in results[1:]:
         assert_close_weights(results[0], other)
     if len(results) == 4:  # workers: to the bit
@@ -209,7 +264,8 @@ def test_micro_batches_padding_and_workers_do_not_change_the_update(run, shifted
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Gemma2")) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "Gemma2")) for name in FAMILIES],
 )
 def test_shared_prompts_and_one_pass_make_the_update_of_padded_rows(run, monkeypatch, family):
     base = run.folder / "base"
@@ -222,11 +278,23 @@ def test_shared_prompts_and_one_pass_make_the_update_of_padded_rows(run, monkeyp
         other.prompt, other.prompt_ids = one.prompt, one.prompt_ids
     add_log_probs(load_policy(str(base)), trajectories, 16384)
     data = write(run.folder / "train.parquet", base, trajectories)
-    more = ["--data.whole_groups=true", "--data.batch_size=8", "--data.microbatch_tokens=80", "--trainer.max_epochs=2"]
+    more = [
+        "--data.whole_groups=true",
+        "--data.batch_size=8",
+        "--data.microbatch_tokens=80",
+        "--trainer.max_epochs=2",
+    ]
     shared = fit(run, base, data, *more)
     monkeypatch.setattr(module, "one_pass", None)
     monkeypatch.setattr(shared_prompts, "enable_if_exact", lambda *_: None)
-    padded = fit(run, base, data, *more, "--data.microbatch_tokens=10000", "--trainer.logger.init_args.version=1")
+    padded = fit(
+        run,
+        base,
+        data,
+        *more,
+        "--data.microbatch_tokens=10000",
+        "--trainer.logger.init_args.version=1",
+    )
     assert_close_weights(shared, padded)
     assert all(moved.any() for moved in movement(base, shared).values())
 
@@ -234,7 +302,9 @@ def test_shared_prompts_and_one_pass_make_the_update_of_padded_rows(run, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("microbatch_tokens", [10_000, 40])
-def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epochs, microbatch_tokens):
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
+    run, shifted, epochs, microbatch_tokens
+):
     policy, data, _ = shifted
     common = [
         "--data.batch_size=4", f"--trainer.max_epochs={epochs}", f"--data.microbatch_tokens={microbatch_tokens}",
@@ -248,7 +318,9 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, shifted, epoc
             code, out, err = run(train.main, *fit_arguments(policy, data, *common, *more))
             assert code == 0, err
             assert ("starting afresh" in out) == (limit == stop)
-        (folder,) = (run.folder / "runs" / "arithmetic" / f"stop{stop}").iterdir()  # the same version_N
+        (folder,) = (
+            run.folder / "runs" / "arithmetic" / f"stop{stop}"
+        ).iterdir()  # the same version_N
         assert folder.name == "version_0"
         assert same_weights(whole, folder), stop
 
@@ -285,15 +357,23 @@ def test_resumption_within_a_step_or_with_other_micro_batches(run, shifted, seco
         "--data.val_samples=1", "--data.sampling.max_new_tokens=1",
     ]  # fmt: skip
     whole = fit(run, policy, data, *common, "--data.val=null")
-    arguments = fit_arguments(policy, data, *common, "--trainer.logger.init_args.name=arithmetic/b", "--ckpt_path=last")
+    arguments = fit_arguments(
+        policy, data, *common, "--trainer.logger.init_args.name=arithmetic/b", "--ckpt_path=last"
+    )
     # the validation after five micro-batches writes its checkpoint between those of the third update
-    first = ["--data.microbatch_tokens=40", "--trainer.val_check_interval=5", "--trainer.max_steps=3"]
+    first = [
+        "--data.microbatch_tokens=40",
+        "--trainer.val_check_interval=5",
+        "--trainer.max_steps=3",
+    ]
     code, _, err = run(train.main, *arguments, *first)
     assert code == 0, err
     (checkpoint,) = (run.folder / "runs" / "arithmetic" / "b").rglob("*.ckpt")
     loop = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
     assert loop["epoch_loop.batch_progress"]["current"]["ready"] == 5
-    code, out, err = run(train.main, *arguments, f"--data.microbatch_tokens={second}", "--data.val=null")
+    code, out, err = run(
+        train.main, *arguments, f"--data.microbatch_tokens={second}", "--data.val=null"
+    )
     assert code == 0 and "resuming" in out, err
     (folder,) = (run.folder / "runs" / "arithmetic" / "b").iterdir()
     assert_close_weights(whole, folder)
@@ -311,7 +391,9 @@ def test_every_trajectory_of_every_epoch_is_used_once_by_whole_groups(run, tmp_p
     policy = make_policy(tmp_path / "base")
     rng, trajectories = np.random.default_rng(0), make_trajectories(policy, 60)
     for trajectory in trajectories:
-        trajectory.group = str(rng.integers(25))  # so uneven that the epochs differ in their number of batches
+        trajectory.group = str(
+            rng.integers(25)
+        )  # so uneven that the epochs differ in their number of batches
     data, used = write(tmp_path / "a.parquet", policy, trajectories), []
 
     def observe(trainer, module, batch) -> None:
@@ -346,14 +428,21 @@ def test_two_ranks_in_one_process_make_the_gradient_of_one(shifted, tokens):
                 microbatch_tokens=tokens,
             )  # fmt: skip
             state = SimpleNamespace(fn=TrainerFn.FITTING)
-            place = {"world_size": ranks, "global_rank": rank, "local_rank": rank, "current_epoch": 0}
+            place = {
+                "world_size": ranks,
+                "global_rank": rank,
+                "local_rank": rank,
+                "current_epoch": 0,
+            }
             place["fast_dev_run"] = False
             shares.trainer = model.trainer = SimpleNamespace(state=state, **place)
             shares.setup("fit")
             for number, batch in enumerate(shares.train_dataloader()):
                 value = model.training_step(batch, number) / batch.microbatches / ranks
                 found = torch.autograd.grad(value, list(model.parameters()))
-                updates[number // batch.microbatches] += torch.cat([gradient.flatten() for gradient in found])
+                updates[number // batch.microbatches] += torch.cat(
+                    [gradient.flatten() for gradient in found]
+                )
         return list(updates.values())
 
     one, two = gradients(1), gradients(2)
@@ -389,10 +478,18 @@ def test_two_ddp_ranks_make_the_update_of_one(run, shifted):
     for loss, command in commands.items():
         code, _, err = run(train.main, *command, f"--trainer.logger.init_args.name={loss}-one")
         assert code == 0, err
-        folders = [run.folder / "runs" / f"{loss}-{ranks}" / "version_0" for ranks in ("one", "two")]
+        folders = [
+            run.folder / "runs" / f"{loss}-{ranks}" / "version_0" for ranks in ("one", "two")
+        ]
         assert_close_weights(*folders)
         events = [EventAccumulator(str(folder)).Reload() for folder in folders]
-        tags = ["train/loss", "train/reward", "train/objective", "gradient/norm", "gradient/positive_share"]
+        tags = [
+            "train/loss",
+            "train/reward",
+            "train/objective",
+            "gradient/norm",
+            "gradient/positive_share",
+        ]
         for tag in tags + ["train/groups_without_signal"] * (loss == "grpo"):
             one, other = ([event.value for event in scalars.Scalars(tag)] for scalars in events)
             assert len(one) == (1 if loss == "dpo" else 3)
@@ -422,8 +519,13 @@ def test_gradient_clipping_bounds_the_update(run, shifted):
     )  # fmt: skip
     moved = torch.cat([value.flatten() for value in movement(policy, folder).values()])
     assert moved.norm() == pytest.approx(8.0 * 0.01, rel=1e-3)
-    (norm,) = EventAccumulator(str(folder)).Reload().Scalars("gradient/norm")  # of the gradient before clipping
+    (norm,) = (
+        EventAccumulator(str(folder)).Reload().Scalars("gradient/norm")
+    )  # of the gradient before clipping
     expected = torch.cat(
-        [value.flatten() for value in expected_gradient(policy, trajectories, LIMITS["topr"]).values()]
+        [
+            value.flatten()
+            for value in expected_gradient(policy, trajectories, LIMITS["topr"]).values()
+        ]
     )
     assert norm.value == pytest.approx(expected.norm().item(), rel=1e-4)

@@ -50,7 +50,9 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder, self.arguments = folder, arguments
-        self.entered = RawArray("i", len(PHASES))  # how often each phase was entered, in memory shared with the child
+        self.entered = RawArray(
+            "i", len(PHASES)
+        )  # how often each phase was entered, in memory shared with the child
         folder.mkdir()
 
     def start(self) -> int:
@@ -148,10 +150,16 @@ def check_fit(folder: Path, whole: Path) -> None:
     for epoch, rows in used_rows(folder).items():
         assert sorted(rows) == list(range(ROWS)), f"epoch {epoch} did not use every trajectory once"
     summaries = [json.loads((path / "summary.json").read_text()) for path in (mine, theirs)]
-    assert len({json.dumps(summary | {"tokens_per_s": 0}) for summary in summaries}) == 1, "summaries differ"
+    assert len({json.dumps(summary | {"tokens_per_s": 0}) for summary in summaries}) == 1, (
+        "summaries differ"
+    )
     assert curves(mine) == curves(theirs), "curves differ"
     files = [
-        sorted(str(path.relative_to(version)) for path in version.rglob("*") if "tfevents" not in path.name)
+        sorted(
+            str(path.relative_to(version))
+            for path in version.rglob("*")
+            if "tfevents" not in path.name
+        )
         for version in (mine, theirs)
     ]
     assert files[0] == files[1], set(files[0]) ^ set(files[1])
@@ -194,7 +202,11 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
         whole = Command(work / f"whole-{name}", *arguments)
         began = time.monotonic()
         whole.run()
-        references[name] = whole.folder, time.monotonic() - began, dict(zip(PHASES, whole.entered, strict=True))
+        references[name] = (
+            whole.folder,
+            time.monotonic() - began,
+            dict(zip(PHASES, whole.entered, strict=True)),
+        )
     run = 0
     while counts.total() < kills:
         name, arguments = (("fit", fit), ("predict", predict))[run % 3 == 2]
@@ -203,7 +215,9 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
         while True:
             phases = [phase for phase in PHASES if entered[phase]]
             phase = random.choice(phases) if random.random() < 0.5 else "time"
-            amount = random.uniform(0, seconds) if phase == "time" else random.randrange(entered[phase])
+            amount = (
+                random.uniform(0, seconds) if phase == "time" else random.randrange(entered[phase])
+            )
             if killed.run((phase, amount) if counts.total() < kills else None):
                 break
             counts[f"{name}, {phase}"] += 1
@@ -215,7 +229,9 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

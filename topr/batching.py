@@ -36,7 +36,9 @@ class Tokens(NamedTuple):
     input_ids_L: Tensor
     position_ids_L: Tensor
     trajectories: tuple[Span, ...]  # start and end of each response, start and end of its prompt
-    predicting: tuple[np.ndarray, ...]  # within prompt and response, the tokens that predict the sampled ones
+    predicting: tuple[
+        np.ndarray, ...
+    ]  # within prompt and response, the tokens that predict the sampled ones
     position_N: Tensor  # where in the row the token stands that predicts each sampled token
     target_N: Tensor  # the sampled tokens: all of a response, but for what lies between the turns of a conversation
     length_B: Tensor  # sampled tokens of each trajectory
@@ -55,12 +57,16 @@ class Tokens(NamedTuple):
             if responses[first] == 1:  # prompt and response are one sequence
                 spans.append((first, end, first, first))
             else:
-                spans += [(first, last, first, first)] * (start == last) + [(start, end, first, last)]
+                spans += [(first, last, first, first)] * (start == last) + [
+                    (start, end, first, last)
+                ]
         return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":
         # a GPU goes on computing meanwhile
-        return Tokens._make(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in self)
+        return Tokens._make(
+            v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in self
+        )
 
 
 class MicroBatch(NamedTuple):
@@ -77,7 +83,12 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_plan(
-    group: np.ndarray, positive: np.ndarray, batch_size: int, grouping: Grouping, seed: int, epoch: int
+    group: np.ndarray,
+    positive: np.ndarray,
+    batch_size: int,
+    grouping: Grouping,
+    seed: int,
+    epoch: int,
 ) -> list[np.ndarray]:
     """Global batches of one epoch, each an array of trajectory indices; a pure function of its arguments.
 
@@ -96,7 +107,9 @@ def epoch_plan(
     if grouping == "pair":
         pairs, size = rng.permutation(_pairs(group, positive, rng)), batch_size // 2
         if not size:
-            raise InputError("data.batch_size is 1, but this loss needs pairs; set it to at least 2")
+            raise InputError(
+                "data.batch_size is 1, but this loss needs pairs; set it to at least 2"
+            )
         return [part.ravel() for part in np.split(pairs, range(size, len(pairs), size))]
     shuffled = rng.permutation(group.max() + 1)[group]
     sizes = np.bincount(shuffled)
@@ -117,20 +130,33 @@ def _pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator) ->
     count = np.bincount(sign, minlength=2 * (group.max() + 1)).reshape(-1, 2).min(axis=1)
     kept = order[place_in_group(sign[order]) < count[group[order]]]
     if not len(kept):
-        raise InputError("data.train: no group holds both a positive and a negative; this loss needs such pairs")
+        raise InputError(
+            "data.train: no group holds both a positive and a negative; this loss needs such pairs"
+        )
     return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
 
 
 def microbatch_count(
-    plan: list[np.ndarray], sizes: np.ndarray, *, microbatch_tokens: int, ranks: int, unit: int, padded: bool = False
+    plan: list[np.ndarray],
+    sizes: np.ndarray,
+    *,
+    microbatch_tokens: int,
+    ranks: int,
+    unit: int,
+    padded: bool = False,
 ) -> int:
     """The smallest number of micro-batches per rank and update that keeps each of them within `microbatch_tokens`.
     `sizes`, `unit` and `padded` are those of `partition`."""
     longest = int(np.add(*_unit_tokens(sizes[:, np.concatenate(plan)], unit, padded)).max())
     if longest > microbatch_tokens:
         what = "a pair" if unit == 2 else "a trajectory"
-        raise InputError(f"data.microbatch_tokens is {microbatch_tokens} but {what} takes up to {longest}; raise it")
-    rows = (len(partition(sizes[:, batch], microbatch_tokens, unit=unit, padded=padded)) for batch in plan)
+        raise InputError(
+            f"data.microbatch_tokens is {microbatch_tokens} but {what} takes up to {longest}; raise it"
+        )
+    rows = (
+        len(partition(sizes[:, batch], microbatch_tokens, unit=unit, padded=padded))
+        for batch in plan
+    )
     return max(math.ceil(count / ranks) for count in rows)
 
 
@@ -173,14 +199,24 @@ def partition(
         return found
 
     if parts:
-        least, most = max(map(sum, zip(own, leading, strict=True))), len(own) * max(own) + sum(leading)
-        tokens = bisect_left(range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts)
-    rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in np.split(order, row_starts(tokens)[1:])]
+        least, most = (
+            max(map(sum, zip(own, leading, strict=True))),
+            len(own) * max(own) + sum(leading),
+        )
+        tokens = bisect_left(
+            range(most), True, least, key=lambda bound: len(row_starts(bound)) <= parts
+        )
+    rows = [
+        (row[:, None] * unit + np.arange(unit)).ravel()
+        for row in np.split(order, row_starts(tokens)[1:])
+    ]
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
 
 
 def pack(
-    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], sampled: Sequence[np.ndarray | None] = ()
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    sampled: Sequence[np.ndarray | None] = (),
 ) -> Tokens:
     """Lay B prompts and their responses, non-empty arrays of token ids, out in one row. Neighbours with equal prompts
     share one. `sampled` tells which tokens of a response were sampled; None, or nothing at all: every one."""
@@ -231,7 +267,9 @@ class MicroBatches(Dataset):
     def _shares(self, update: int) -> list[np.ndarray]:
         """The rows of all ranks of a global batch."""
         parts = self.count * self.ranks
-        return partition(self.sizes[:, self.plan[update]], parts=parts, unit=self.unit, padded=self.padded)
+        return partition(
+            self.sizes[:, self.plan[update]], parts=parts, unit=self.unit, padded=self.padded
+        )
 
     def __getitem__(self, number: int) -> MicroBatch:
         update, part = divmod(number, self.count)
@@ -243,7 +281,10 @@ class MicroBatches(Dataset):
         sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
         prompts, scores = table["prompt_ids"].to_numpy(), table["ref_logprobs"].to_numpy()
         tokens = pack(prompts, table["response_ids"].to_numpy(), sampled)
-        places = (place - len(prompt) + 1 for place, prompt in zip(tokens.predicting, prompts, strict=True))
+        places = (
+            place - len(prompt) + 1
+            for place, prompt in zip(tokens.predicting, prompts, strict=True)
+        )
         ref_log_probs = [log_probs[place] for log_probs, place in zip(scores, places, strict=True)]
         return MicroBatch(
             tokens=tokens._replace(nominal=0) if filler else tokens,

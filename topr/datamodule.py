@@ -28,9 +28,16 @@ from topr.tasks import Problem, Task
 from topr.trajectories import SCHEMA, batches, read_metadata
 from topr.trajectories.file import resolve_files
 
-ProblemBatches = UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
+ProblemBatches = (
+    UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
+)
 TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
-NEEDED = {"fit": ["train"], "validate": ["val"], "test": ["test"], "predict": ["problems", "out"]}  # by command
+NEEDED = {
+    "fit": ["train"],
+    "validate": ["val"],
+    "test": ["test"],
+    "predict": ["problems", "out"],
+}  # by command
 
 
 class TrajectoryDataModule(LightningDataModule):
@@ -81,18 +88,35 @@ class TrajectoryDataModule(LightningDataModule):
         super().__init__()
         self.policy, self.loss, self.task = policy, loss, task
         self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
-        self.samples, self.val_samples, self.sampling, self.seed = samples, val_samples, sampling, seed
-        self.batch_size, self.microbatch_tokens, self.num_workers = batch_size, microbatch_tokens, num_workers
+        self.samples, self.val_samples, self.sampling, self.seed = (
+            samples,
+            val_samples,
+            sampling,
+            seed,
+        )
+        self.batch_size, self.microbatch_tokens, self.num_workers = (
+            batch_size,
+            microbatch_tokens,
+            num_workers,
+        )
         if whole_groups and loss.grouping == "pair":
-            raise InputError(f"data.whole_groups is true, but {type(loss).__name__} draws pairs; set it to false")
+            raise InputError(
+                f"data.whole_groups is true, but {type(loss).__name__} draws pairs; set it to false"
+            )
         self.grouping = "group" if whole_groups else loss.grouping
-        self.unit = 2 if loss.grouping == "pair" else 1  # neighbours of a global batch that share a micro-batch
+        self.unit = (
+            2 if loss.grouping == "pair" else 1
+        )  # neighbours of a global batch that share a micro-batch
         self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
 
     def setup(self, stage: str) -> None:
         """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
         command, trial = self.trainer.state.fn.value, self.trainer.fast_dev_run
-        self.trial = TemporaryDirectory(prefix=".trial-", dir=self.trainer.default_root_dir) if trial else None
+        self.trial = (
+            TemporaryDirectory(prefix=".trial-", dir=self.trainer.default_root_dir)
+            if trial
+            else None
+        )
         self.__dict__.pop("sampling_job", None)
         for name in ("advantage", "plan", "microbatches", "read_problems"):  # anew for each command
             # a cache of the class would keep the trainer, and with it the weights, after this object has gone
@@ -123,20 +147,34 @@ class TrajectoryDataModule(LightningDataModule):
         """Derive lengths, groups and advantages of the whole data set, and plan the first epoch."""
         table = self.rows.data.table
         self.reward = table["reward"].to_numpy()
-        lengths = (pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids"))
-        self.sizes = np.stack((prompt_index(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind")
+        lengths = (
+            pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids")
+        )
+        self.sizes = np.stack(
+            (prompt_index(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind"
+        )
         # combined first: otherwise each chunk would get a dictionary of its own
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
         # the number of batches of whole groups, and of their micro-batches, can differ from epoch to epoch
         self.trainer.reload_dataloaders_every_n_epochs = 1
         if self.val is None:
             self.trainer.limit_val_batches = 0
-        about = {"mean_reward": self.reward.mean(), **self.shares(), "updates_an_epoch": len(self.plan(0))}
+        about = {
+            "mean_reward": self.reward.mean(),
+            **self.shares(),
+            "updates_an_epoch": len(self.plan(0)),
+        }
         about["groups_without_gradient"] = silent_groups(self.advantage(0), self.group)
         if len(self.plan(0)) < 10:
-            rank_zero_warn(f"updates an epoch: only {len(self.plan(0))}; lower data.batch_size, now {self.batch_size}")
-        figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items())
-        rank_zero_info(f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}")
+            rank_zero_warn(
+                f"updates an epoch: only {len(self.plan(0))}; lower data.batch_size, now {self.batch_size}"
+            )
+        figures = ", ".join(
+            f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items()
+        )
+        rank_zero_info(
+            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}"
+        )
 
     @cached_property
     def files(self) -> list[str]:
@@ -158,14 +196,20 @@ class TrajectoryDataModule(LightningDataModule):
         for path, metadata in zip(self.files, self.metadata, strict=True):
             if metadata["tokenizer"] not in (None, expected):
                 remedy = "train a policy with that tokenizer or import the text again"
-                raise InputError(f"{path} has another tokenizer than policy {self.policy!r}; {remedy}")
-            if self.trainer.local_rank == 0:  # once a node; the other ranks hear of errors in `setup`
+                raise InputError(
+                    f"{path} has another tokenizer than policy {self.policy!r}; {remedy}"
+                )
+            if (
+                self.trainer.local_rank == 0
+            ):  # once a node; the other ranks hear of errors in `setup`
                 for _ in batches(path, vocabulary, min(self.microbatch_tokens, context)):
                     pass  # reading checks every row
         datasets.disable_progress_bars()
         features, parts = datasets.Features.from_arrow_schema(SCHEMA), []
         try:
-            for conversations, files in groupby(self.files, key=lambda path: "sampled" in pq.read_schema(path).names):
+            for conversations, files in groupby(
+                self.files, key=lambda path: "sampled" in pq.read_schema(path).names
+            ):
                 columns = TRAINING_COLUMNS + ["sampled"] * conversations
                 wanted: Any = {"data_files": list(files), "columns": columns, "features": features}
                 parts.append(datasets.load_dataset("parquet", split="train", **wanted))
@@ -180,36 +224,64 @@ class TrajectoryDataModule(LightningDataModule):
         advantage, of_group = self.advantage(0), self.loss.grouping == "group"
         shares = {"positive_share": float(positives(advantage, of_group).mean())}
         shares["effective_positive_share"] = advantage_share(advantage)
-        return shares if of_group else shares | {"baseline": float(np.mean(self.reward.astype(float) - advantage))}
+        return (
+            shares
+            if of_group
+            else shares | {"baseline": float(np.mean(self.reward.astype(float) - advantage))}
+        )
 
     def advantage(self, epoch: int) -> np.ndarray:
         """Advantages in an epoch: some losses draw them anew in each."""
-        found = np.asarray(self.loss.advantages(self.reward, self.group, self.seed, epoch), dtype=np.float32)
+        found = np.asarray(
+            self.loss.advantages(self.reward, self.group, self.seed, epoch), dtype=np.float32
+        )
         if found.shape != self.reward.shape:
             expected = f"one number per trajectory, {self.reward.shape}, but gave {found.shape}"
-            raise InputError(f"model.loss: advantages of {type(self.loss).__name__} must return {expected}")
+            raise InputError(
+                f"model.loss: advantages of {type(self.loss).__name__} must return {expected}"
+            )
         if not found.any():
-            reason = "no group holds rewards that differ" if self.loss.grouping == "group" else "every advantage is 0"
+            reason = (
+                "no group holds rewards that differ"
+                if self.loss.grouping == "group"
+                else "every advantage is 0"
+            )
             remedy = "sample more or change the loss"
-            raise InputError(f"data.train: {reason}, so {type(self.loss).__name__} learns nothing; {remedy}")
+            raise InputError(
+                f"data.train: {reason}, so {type(self.loss).__name__} learns nothing; {remedy}"
+            )
         return found
 
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The global batches of an epoch."""
-        return epoch_plan(self.group, self.advantage(epoch) >= 0, self.batch_size, self.grouping, self.seed, epoch)
+        return epoch_plan(
+            self.group, self.advantage(epoch) >= 0, self.batch_size, self.grouping, self.seed, epoch
+        )
 
     def microbatches(self, epoch: int) -> int:
         """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
-        settings: Any = {"microbatch_tokens": self.microbatch_tokens, "unit": self.unit, "padded": self.padded}
-        return microbatch_count(self.plan(epoch), self.sizes, ranks=self.trainer.world_size, **settings)
+        settings: Any = {
+            "microbatch_tokens": self.microbatch_tokens,
+            "unit": self.unit,
+            "padded": self.padded,
+        }
+        return microbatch_count(
+            self.plan(epoch), self.sizes, ranks=self.trainer.world_size, **settings
+        )
 
     def largest_microbatch(self) -> dict[str, int]:
         """Micro-batches per rank and update, and at most as many tokens as one of them has in the first epoch."""
         count = self.microbatches(0)
-        most = max(self.sizes[1:, batch].sum() for batch in self.plan(0)) / (count * self.trainer.world_size)
+        most = max(self.sizes[1:, batch].sum() for batch in self.plan(0)) / (
+            count * self.trainer.world_size
+        )
         tokens = min(self.microbatch_tokens, math.ceil(most))
         share = self.sizes[2].sum() / self.sizes[1:].sum()
-        return {"microbatches": count, "tokens": tokens, "response_tokens": math.ceil(share * tokens)}
+        return {
+            "microbatches": count,
+            "tokens": tokens,
+            "response_tokens": math.ceil(share * tokens),
+        }
 
     def train_dataloader(self) -> TrainLoader:
         """The micro-batches of the trainer's current epoch."""
@@ -240,11 +312,17 @@ class TrajectoryDataModule(LightningDataModule):
     def sampling_job(self) -> SamplingJob:
         """What `predict` samples."""
         problems, precision = self.read_problems("problems"), str(self.trainer.precision)
-        return SamplingJob(self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision)
+        return SamplingJob(
+            self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision
+        )
 
     def predict_dataloader(self) -> ProblemBatches:
         """The files that this rank writes and their problems; no rank has fewer: sharded policies need each other."""
-        missing = self.sampling_job.missing_parts(self.output_folder(self.out)) if self.trainer.is_global_zero else []
+        missing = (
+            self.sampling_job.missing_parts(self.output_folder(self.out))
+            if self.trainer.is_global_zero
+            else []
+        )
         missing = self.trainer.strategy.broadcast(missing)
         ranks = self.trainer.world_size
         missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)

@@ -16,7 +16,9 @@ from tqdm import tqdm
 from topr.io import InputError
 
 INTERVAL = 30.0  # seconds between two lines of `Progress`
-stop_requested = threading.Event()  # set by a signal handler; training and sampling ask it at every update and token
+stop_requested = (
+    threading.Event()
+)  # set by a signal handler; training and sampling ask it at every update and token
 
 
 class Preempted(SystemExit):
@@ -54,24 +56,47 @@ class Progress(tqdm):
 
     enabled = False
 
-    def __init__(self, name: str = "", total: int | None = 0, unit: str = " responses", first: int = 0):
+    def __init__(
+        self, name: str = "", total: int | None = 0, unit: str = " responses", first: int = 0
+    ):
         self.terminal, self.tokens = sys.stderr.isatty(), 0
         text = "{desc}" + ("|{bar}| " if self.terminal else " " if unit else ", update ")
         text += "{n_fmt}/{total_fmt}{unit}, {remaining} left{postfix}"
-        settings: Any = {"bar_format": text, "initial": first, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
-        settings |= {"disable": total == 0 or rank() > 0 or not self.enabled, "leave": None, "mininterval": 0.25}
+        settings: Any = {
+            "bar_format": text,
+            "initial": first,
+            "miniters": 0,
+            "smoothing": 0,
+            "dynamic_ncols": True,
+        }
+        settings |= {
+            "disable": total == 0 or rank() > 0 or not self.enabled,
+            "leave": None,
+            "mininterval": 0.25,
+        }
         settings["unit"] = unit + " of rank 0" * (unit > "" and torch.distributed.is_initialized())
-        settings |= {} if self.terminal else {"leave": False, "position": 1, "mininterval": INTERVAL, "delay": INTERVAL}
+        settings |= (
+            {}
+            if self.terminal
+            else {"leave": False, "position": 1, "mininterval": INTERVAL, "delay": INTERVAL}
+        )
         super().__init__(desc=name, total=total, **settings)
-        if not self.terminal:  # write lines only; for the same reason closing must neither leave nor clear a bar
-            self.moveto, self.sp = lambda _: None, lambda text: text and print(text, file=sys.stderr, flush=True)
+        if (
+            not self.terminal
+        ):  # write lines only; for the same reason closing must neither leave nor clear a bar
+            self.moveto, self.sp = (
+                lambda _: None,
+                lambda text: text and print(text, file=sys.stderr, flush=True),
+            )
 
     def advance(self, responses: int, tokens: int) -> None:
         """Count responses that have ended, and sampled tokens, whose number per second is shown."""
         if self.disable:  # sampling calls this at every token
             return
         self.tokens += tokens
-        self.postfix = self.format_sizeof(self.tokens / (self.format_dict["elapsed"] or 1), " tok/s")
+        self.postfix = self.format_sizeof(
+            self.tokens / (self.format_dict["elapsed"] or 1), " tok/s"
+        )
         self.update(responses)
 
 

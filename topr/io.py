@@ -15,7 +15,9 @@ from typing import IO, Any, NoReturn
 
 import jsonargparse
 
-LARGEST = 1e6  # of rewards, baselines and log-probs in any input: sums of them are squared in float32
+LARGEST = (
+    1e6  # of rewards, baselines and log-probs in any input: sums of them are squared in float32
+)
 LOCKS: list[IO] = []  # open files, see `lock`
 
 
@@ -59,7 +61,9 @@ class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
 
     def add_argument(self, *args, **kwargs) -> Any:
         action = super().add_argument(*args, **kwargs)
-        self._option_string_actions |= {name.replace("_", "-"): action for name in action.option_strings}
+        self._option_string_actions |= {
+            name.replace("_", "-"): action for name in action.option_strings
+        }
         return action
 
 
@@ -77,7 +81,9 @@ def command() -> Iterator[None]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             message = f"the disk is full ({error.filename}); complete files are kept: make room and start again"
-        print(f"{start}error: {printable(message, limit=450)}", file=sys.stderr)  # it may quote the input
+        print(
+            f"{start}error: {printable(message, limit=450)}", file=sys.stderr
+        )  # it may quote the input
         raise SystemExit(2) from None
 
 
@@ -85,7 +91,9 @@ def printable(text: str, limit: int, kept: str = "") -> str:
     """Text without control characters, except those in `kept`, shortened in its middle to `limit` characters."""
     text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
     cut = len(text) - limit
-    return f"{text[: limit // 2]} [… {cut:,} characters …] {text[-limit // 2 :]}" if cut > 0 else text
+    return (
+        f"{text[: limit // 2]} [… {cut:,} characters …] {text[-limit // 2 :]}" if cut > 0 else text
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -112,14 +120,18 @@ def explained(what: str, errors: Any = Exception, remedy: str = "") -> Iterator[
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or CUDA ran out of memory."""
-    found = re.search("out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE)
+    found = re.search(
+        "out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE
+    )
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and found is not None)
 
 
 def check_folder(name: str, path: str | Path) -> None:
     """Raise an InputError if no folder can be written at `path`, before any work starts."""
     there = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
-    with explained(f"{name} {path} cannot be written: {there} takes no file", OSError, "name another place"):
+    with explained(
+        f"{name} {path} cannot be written: {there} takes no file", OSError, "name another place"
+    ):
         tempfile.TemporaryFile(dir=there).close()
 
 
@@ -129,16 +141,25 @@ def atomic(path: str | Path) -> Iterator[Path]:
     block that fails, or a process that is killed inside it, leaves `path` as it was. Of folders only a policy's, an
     adapter's or a sharded checkpoint's is replaced."""
     path = Path(path)
-    temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    replaceable = any((path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt"))
+    temporary, aside = (
+        path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old")
+    )
+    replaceable = any(
+        (path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt")
+    )
     if path.is_dir() and not replaceable:
-        raise InputError(f"{path} is a folder and will not be overwritten; name another place to write to")
+        raise InputError(
+            f"{path} is a folder and will not be overwritten; name another place to write to"
+        )
     check_folder("the file", path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
     try:
         yield temporary
-        for file in [temporary, *temporary.rglob("*")]:  # on the disk before the rename, or a power cut could empty it
+        for file in [
+            temporary,
+            *temporary.rglob("*"),
+        ]:  # on the disk before the rename, or a power cut could empty it
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -157,7 +178,9 @@ def lock(folder: str | Path) -> None:
     file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 - closing it would end the lock
     LOCKS.append(file)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by loader processes
+        fcntl.lockf(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # unlike flock's, not inherited by loader processes
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):  # otherwise the file system has no locks
             message = f"another process is writing to {folder}"

@@ -80,7 +80,9 @@ class PolicyModule(LightningModule):
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         if threads is not None:
             torch.set_num_threads(threads)
-        self.step_output: StepOutput | None = None  # of the last micro-batch, until a callback takes it
+        self.step_output: StepOutput | None = (
+            None  # of the last micro-batch, until a callback takes it
+        )
 
     def configure_callbacks(self) -> list[Callback]:
         """Monitoring and evaluation; what else train.py adds can be passed to any Trainer."""
@@ -92,7 +94,9 @@ class PolicyModule(LightningModule):
             return
         kind = self.trainer.strategy.root_device.type  # the module itself is not on its device yet
         if kind not in ("cpu", "cuda"):  # mps, for example, has no float64
-            raise InputError(f"trainer.accelerator chose {kind}, which is not supported; set --trainer.accelerator cpu")
+            raise InputError(
+                f"trainer.accelerator chose {kind}, which is not supported; set --trainer.accelerator cpu"
+            )
         rank_zero_info(f"loading the policy {self.policy_name}")
         bfloat16 = self.trainer.precision == "bf16-mixed"
         if self.device_mesh is None:
@@ -115,12 +119,16 @@ class PolicyModule(LightningModule):
         if self.activation_checkpointing:
             settings: dict[str, Any] = {"use_reentrant": False}
             if self.activation_checkpointing == "selective":
-                settings["context_fn"] = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
+                settings["context_fn"] = partial(
+                    create_selective_checkpoint_contexts, MATRIX_PRODUCTS
+                )
             policy.model.activation_checkpointing_enable(settings)
 
     def configure_optimizers(self) -> Any:
         with explained("model.optimizer does not take its arguments", (TypeError, ValueError)):
-            optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+            optimizer = self.optimizer(
+                [parameter for parameter in self.parameters() if parameter.requires_grad]
+            )
         with explained("model.lr_scheduler does not take its arguments", (TypeError, ValueError)):
             scheduler = self.lr_scheduler and self.lr_scheduler(optimizer)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler else []
@@ -132,10 +140,14 @@ class PolicyModule(LightningModule):
         scale_B = batch.real_B / batch.divisor * (batch.microbatches * self.trainer.world_size)
         if one_pass is not None and self.loss.grouping != "pair":
             # FAST PATH, for speed only: the value and gradient of the other branch, each logit computed once
-            total, output, hidden_ND = self.policy(batch.tokens, one_pass.OnePass(self.loss, batch, scale_B))
+            total, output, hidden_ND = self.policy(
+                batch.tokens, one_pass.OnePass(self.loss, batch, scale_B)
+            )
         else:
             log_probs_N, hidden_ND = self.policy(batch.tokens)
-            output = self.loss(log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B)
+            output = self.loss(
+                log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B
+            )
             total = (output.loss_B * scale_B).sum()
         hidden_ND.retain_grad()
         self.step_output = StepOutput(batch, output, hidden_ND)
@@ -154,6 +166,12 @@ class PolicyModule(LightningModule):
     test_step = predict_step = validation_step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.lora is not None and self.device_mesh is None:  # a sharded checkpoint is read back by the whole model
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
+        if (
+            self.lora is not None and self.device_mesh is None
+        ):  # a sharded checkpoint is read back by the whole model
+            trained = {
+                name for name, parameter in self.named_parameters() if parameter.requires_grad
+            }
+            checkpoint["state_dict"] = {
+                k: v for k, v in checkpoint["state_dict"].items() if k in trained
+            }

@@ -24,10 +24,20 @@ class Adafactor(torch.optim.Optimizer):
         weight_decay: decoupled, times the learning rate.
     """
 
-    def __init__(self, params: Iterable, lr: float = 5e-7, scale_parameter: bool = False, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 5e-7,
+        scale_parameter: bool = False,
+        weight_decay: float = 0.0,
+    ):
         if lr < 0 or weight_decay < 0:
-            raise ValueError(f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative")
-        super().__init__(params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay})
+            raise ValueError(
+                f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative"
+            )
+        super().__init__(
+            params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -40,11 +50,17 @@ class Adafactor(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad.float(), self.state[parameter], group)
         return loss
 
-    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         new = state["step"].item() ** -0.8  # 1 - beta2: the first step forgets its zeros entirely
         squared = gradient.square() + EPSILON
-        factors = {"row": squared.mean(-1), "column": squared.mean(-2)} if squared.dim() > 1 else {"both": squared}
+        factors = (
+            {"row": squared.mean(-1), "column": squared.mean(-2)}
+            if squared.dim() > 1
+            else {"both": squared}
+        )
         for name, value in factors.items():
             value = _whole(value) if name == "column" else value
             state[name] = value if name not in state else state[name] * (1 - new) + value * new
@@ -56,7 +72,9 @@ class Adafactor(torch.optim.Optimizer):
         update = update / _rms(update).clamp(min=1.0)
         rate = group["lr"]
         if group["scale_parameter"]:
-            rate = min(rate, state["step"].item() ** -0.5) * _rms(parameter).clamp(min=SMALLEST_SCALE)
+            rate = min(rate, state["step"].item() ** -0.5) * _rms(parameter).clamp(
+                min=SMALLEST_SCALE
+            )
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update * rate)
 
@@ -79,7 +97,10 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     ):
         from transformers import get_scheduler
 
-        super().__init__(optimizer, get_scheduler(name, optimizer, num_warmup_steps, num_training_steps).lr_lambdas)
+        super().__init__(
+            optimizer,
+            get_scheduler(name, optimizer, num_warmup_steps, num_training_steps).lr_lambdas,
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ from topr.trajectories.__main__ import report
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as fast as more for a model of this size, and the same bits everywhere
+    torch.set_num_threads(
+        1
+    )  # as fast as more for a model of this size, and the same bits everywhere
     with command():
         if sys.argv[1:2] == ["verifier"]:
             parser = ArgumentParser(prog="python data/arithmetic/make.py verifier")
@@ -39,29 +41,51 @@ def make_task() -> None:
     parser = ArgumentParser(prog="python data/arithmetic/make.py", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")
-    add("--seed", type=NonNegativeInt, default=0, help="of everything; another seed gives other problems, too")
+    add(
+        "--seed",
+        type=NonNegativeInt,
+        default=0,
+        help="of everything; another seed gives other problems, too",
+    )
     add("--config", type=Path, help="experiment whose task to make, instead of the default one")
-    add("--steps", type=PositiveInt, nargs="+", default=[1150], help="supervised updates of each stage")
+    add(
+        "--steps",
+        type=PositiveInt,
+        nargs="+",
+        default=[1150],
+        help="supervised updates of each stage",
+    )
     add("--lr", type=PositiveFloat, nargs="+", default=[3e-3], help="learning rate of each stage")
     add("--batch-size", type=PositiveInt, default=96, help="demonstrations per supervised update")
     for split, count in (("train", 500), ("val", 200), ("test", 300)):
         add(f"--{split}", type=PositiveInt, default=count, help=f"{split} problems")
-    add("--samples", type=NonNegativeInt, default=16, help="trajectories per training problem; 0 writes no such file")
+    add(
+        "--samples",
+        type=NonNegativeInt,
+        default=16,
+        help="trajectories per training problem; 0 writes no such file",
+    )
     args = vars(parser.parse_args())
     out, config, samples = args["out"], args.pop("config"), args["samples"]
     if len(args["lr"]) != len(args["steps"]):
-        raise InputError(f"--lr has {len(args['lr'])} values, --steps {len(args['steps'])}; give one of each per stage")
+        raise InputError(
+            f"--lr has {len(args['lr'])} values, --steps {len(args['steps'])}; give one of each per stage"
+        )
     check_folder("--out", out)
     try:
         task = configured(config) if config else Arithmetic()
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise InputError(f"{config} has no model.task; name an experiment that has one") from error
     if not isinstance(task, Arithmetic):
-        raise InputError(f"{config} has another model.task than topr.tasks.Arithmetic, whose data this command makes")
+        raise InputError(
+            f"{config} has another model.task than topr.tasks.Arithmetic, whose data this command makes"
+        )
     make(task, **args)
     if samples:
         print(report([str(out / "train.parquet")]))
-    print(f"wrote a base policy, problems and {samples} trajectories per training problem under {out}")
+    print(
+        f"wrote a base policy, problems and {samples} trajectories per training problem under {out}"
+    )
 
 
 def make_verifier(

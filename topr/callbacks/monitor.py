@@ -22,16 +22,35 @@ from topr.losses import advantage_share, positives, silent_groups, sum_tokens
 from topr.policy import Policy, policy_fingerprint
 from topr.policy.memory import estimate
 
-MAX_LOG_RATIO = 1e-2  # of any sequence before the first update, when mu is this policy scored in float32
+MAX_LOG_RATIO = (
+    1e-2  # of any sequence before the first update, when mu is this policy scored in float32
+)
 MEDIAN_TOKEN_LOG_RATIO = 2e-2  # likewise per token, when either precision is bfloat16
 # FLOP/s in bfloat16 by the data sheets, without sparsity; the first name that the device's contains
-BFLOAT16_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "B200": 2250e12}
+BFLOAT16_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+}
 BFLOAT16_PEAKS |= {"A100": 312e12, "L40S": 362e12}
 LAYOUT = Path(__file__).with_name("board.yaml")
-COLUMNS = ["real", "trajectory", "reward", "advantage", "length"]  # per trajectory; then those of `LossOutput`
+COLUMNS = [
+    "real",
+    "trajectory",
+    "reward",
+    "advantage",
+    "length",
+]  # per trajectory; then those of `LossOutput`
 COLUMNS += ["loss", "objective", "log_ratio", "weight", "truncated", "gradient"]
-FIGURES: dict[str, Any] = {"train/loss": "loss {:.3f}".format, "val/pass@1": "pass@1 {:.3f}".format}  # of the bar
-FIGURES |= (ON_GPU := {"speed/utilisation": "MFU {:.0%}".format, "speed/peak_memory_gb": "{:.0f} GB".format})
+FIGURES: dict[str, Any] = {
+    "train/loss": "loss {:.3f}".format,
+    "val/pass@1": "pass@1 {:.3f}".format,
+}  # of the bar
+FIGURES |= (
+    ON_GPU := {"speed/utilisation": "MFU {:.0%}".format, "speed/peak_memory_gb": "{:.0f} GB".format}
+)
 FIGURES["speed/tokens_per_s"] = lambda value: Progress.format_sizeof(value, " tok/s")
 
 
@@ -40,10 +59,14 @@ class Monitor(Callback):
 
     def __init__(self):
         self.bar = Progress()
-        self.rows: list[Tensor] = []  # [columns, B] of each micro-batch; float64: float32 would round row numbers
+        self.rows: list[
+            Tensor
+        ] = []  # [columns, B] of each micro-batch; float64: float32 would round row numbers
         self.clock = np.zeros(2)  # tokens and seconds of training, before this process too
         self.max_abs_log_ratio: float | None = None  # before the first update
-        self.watched: tuple[Tensor, Tensor] | None = None  # a parameter and its value before the first update
+        self.watched: tuple[Tensor, Tensor] | None = (
+            None  # a parameter and its value before the first update
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"clock": self.clock.tolist(), "max_abs_log_ratio": self.max_abs_log_ratio}
@@ -60,16 +83,27 @@ class Monitor(Callback):
             rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
             return
         peak, device = max(found["fit"], found["sample"]), trainer.strategy.root_device
-        parts = ", ".join(f"{name} {found[name]:.2g}" for name in ("weights", "gradients", "optimizer", "activations"))
-        rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}), without the rows of sampling")
-        if device.type == "cuda" and peak > (there := torch.cuda.get_device_properties(device).total_memory / 1e9):
+        parts = ", ".join(
+            f"{name} {found[name]:.2g}"
+            for name in ("weights", "gradients", "optimizer", "activations")
+        )
+        rank_zero_info(
+            f"estimated memory: {peak:.2g} GB a device ({parts}), without the rows of sampling"
+        )
+        if device.type == "cuda" and peak > (
+            there := torch.cuda.get_device_properties(device).total_memory / 1e9
+        ):
             remedy = "lower data.microbatch_tokens, add configs/lora.yaml, or shard it with configs/fsdp.yaml"
-            rank_zero_warn(f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}")
+            rank_zero_warn(
+                f"training takes about {peak:.0f} GB, and this GPU has {there:.0f}: {remedy}"
+            )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with trainer.precision_plugin.forward_context():  # the precision decides the device's peak
             self.speed = Throughput(module.policy)
-        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_custom_scalars"):
+        if trainer.is_global_zero and hasattr(
+            getattr(trainer.logger, "experiment", None), "add_custom_scalars"
+        ):
             trainer.logger.experiment.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -82,11 +116,15 @@ class Monitor(Callback):
         step, found = trainer.global_step, trainer.callback_metrics
         if step and self.bar.disable:
             self.bar = Progress(total=None, unit="", first=step)
-        self.bar.desc = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}".removesuffix("/-1")
+        self.bar.desc = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}".removesuffix(
+            "/-1"
+        )
         hidden = () if self.speed.device.type == "cuda" else ON_GPU
         names = [name for name in FIGURES if name in found and name not in hidden]
         self.bar.postfix = ", ".join(FIGURES[name](float(found[name])) for name in names)
-        self.bar.total = max(trainer.estimated_stepping_batches, step)  # epochs of whole groups can differ in size
+        self.bar.total = max(
+            trainer.estimated_stepping_batches, step
+        )  # epochs of whole groups can differ in size
         self.bar.update(step - self.bar.n)
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
@@ -94,30 +132,55 @@ class Monitor(Callback):
         (batch, output, hidden_ND), module.step_output = module.step_output, None
         length_B = batch.tokens.length_B
         gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), length_B)
-        columns = (batch.real_B, batch.trajectory_B, batch.reward_B, batch.advantage_B, length_B, *output, gradient_B)
+        columns = (
+            batch.real_B,
+            batch.trajectory_B,
+            batch.reward_B,
+            batch.advantage_B,
+            length_B,
+            *output,
+            gradient_B,
+        )
         self.rows.append(torch.stack([column.detach().double() for column in columns]))
         self.clock += self.speed.count(batch.tokens)
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Check every update and the first two batches; log every `log_every_n_steps`."""
         values = np.concatenate(gather(torch.cat(self.rows, dim=1).cpu().numpy()), axis=1)
         self.rows = []
         values = values[:, values[0] > 0]  # no filler
-        rows = dict(zip(COLUMNS, values.astype(np.float32), strict=True)) | {"trajectory": values[1].astype(int)}
+        rows = dict(zip(COLUMNS, values.astype(np.float32), strict=True)) | {
+            "trajectory": values[1].astype(int)
+        }
         step = trainer.global_step
-        total = torch.nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards, before clipping
+        total = torch.nn.utils.get_total_norm(
+            p.grad for p in module.parameters() if p.grad is not None
+        )
+        norm = float(
+            total.full_tensor() if isinstance(total, DTensor) else total
+        )  # over all shards, before clipping
         check_finite(trainer, rows, norm)
         if step == 0:
-            trained = [p for name, p in module.named_parameters() if p.requires_grad and "lora_A" not in name]
-            last = min(trained[-2:], key=torch.numel)  # not the output projection; lora_A has no gradient at first
+            trained = [
+                p
+                for name, p in module.named_parameters()
+                if p.requires_grad and "lora_A" not in name
+            ]
+            last = min(
+                trained[-2:], key=torch.numel
+            )  # not the output projection; lora_A has no gradient at first
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
             if not trainer.lr_scheduler_configs:  # a warm-up starts at 0
                 self.watched = last, last.detach().clone()
             check_reference(trainer, module.policy.name, rows)
         elif self.watched is not None:
             if torch.equal(*self.watched):
-                warnings.warn("the policy has not moved in the first update: raise the learning rate", stacklevel=1)
+                warnings.warn(
+                    "the policy has not moved in the first update: raise the learning rate",
+                    stacklevel=1,
+                )
             self.watched = None
         if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
@@ -129,22 +192,40 @@ class Monitor(Callback):
             silent = silent_groups(rows["advantage"], trainer.datamodule.group[rows["trajectory"]])
             statistics["train/groups_without_signal"] = silent
         # Lightning's own logging takes a fifth of a tiny model's time, and repeats an earlier value of an absent metric
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in statistics.items()})
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in statistics.items()}
+        )
         for logger in trainer.loggers:
             logger.log_metrics(statistics, step)
-        module.log("loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True)
-        if trainer.is_global_zero and hasattr(getattr(trainer.logger, "experiment", None), "add_histogram"):
-            signs = {"positives": positives(rows["advantage"], of_group), "negatives": rows["advantage"] < 0}
+        module.log(
+            "loss", statistics["train/loss"], prog_bar=True, logger=False, rank_zero_only=True
+        )
+        if trainer.is_global_zero and hasattr(
+            getattr(trainer.logger, "experiment", None), "add_histogram"
+        ):
+            signs = {
+                "positives": positives(rows["advantage"], of_group),
+                "negatives": rows["advantage"] < 0,
+            }
             for sign, chosen in signs.items():
                 if chosen.any():
-                    trainer.logger.experiment.add_histogram(f"log_ratio/{sign}", rows["log_ratio"][chosen], step)
+                    trainer.logger.experiment.add_histogram(
+                        f"log_ratio/{sign}", rows["log_ratio"][chosen], step
+                    )
 
 
 def estimate_training(trainer: Any, module: Any) -> dict[str, float]:
     """`estimate` for the policy, data and settings that are about to train."""
     data, device = trainer.datamodule, trainer.strategy.root_device
-    settings = {"checkpointing": module.activation_checkpointing, "reshard": module.reshard_after_forward}
-    settings |= {"devices": trainer.world_size, "sharded": module.device_mesh is not None, "padded": data.padded}
+    settings = {
+        "checkpointing": module.activation_checkpointing,
+        "reshard": module.reshard_after_forward,
+    }
+    settings |= {
+        "devices": trainer.world_size,
+        "sharded": module.device_mesh is not None,
+        "padded": data.padded,
+    }
     settings |= data.largest_microbatch() | {"bfloat16": trainer.precision == "bf16-mixed"}
     return estimate(module.policy_name, module.prepare, module.optimizer, device, **settings)
 
@@ -174,17 +255,23 @@ def check_reference(trainer: Any, policy: str, rows: dict[str, np.ndarray]) -> N
     if not claimed.all():
         low, middle, high = np.quantile(rows["log_ratio"][~claimed], [0, 0.5, 1])
         figures = f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
-        rank_zero_info(f"another or an unknown policy sampled {(~claimed).mean():.0%} of the first batch; {figures}")
+        rank_zero_info(
+            f"another or an unknown policy sampled {(~claimed).mean():.0%} of the first batch; {figures}"
+        )
     if not claimed.any():
         return
-    precisions = {file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own}
+    precisions = {
+        file["precision"] or "32-true" for file, own in zip(files, claimed, strict=True) if own
+    }
     exact = precisions | {str(trainer.precision)} == {"32-true"}
     drift = size if exact else size / rows["length"]
     found = (np.max if exact else np.median)(drift[claimed])
     bound = MAX_LOG_RATIO if exact else MEDIAN_TOKEN_LOG_RATIO
     if not found <= bound:
         (worst,) = data.place(rows["trajectory"][np.where(claimed, drift, -1).argmax()][None])
-        measure = "the largest |log pi - log mu|" if exact else "the median |log pi - log mu| per token"
+        measure = (
+            "the largest |log pi - log mu|" if exact else "the median |log pi - log mu| per token"
+        )
         message = f"data.train says that policy {policy!r} sampled it, but before the first update {measure} is"
         expected = f"{found:.3g}, expected at most {bound} (worst: {worst}); score the responses again with this policy"
         with same_error_on_all_ranks():
@@ -206,8 +293,10 @@ def training_statistics(rows: dict[str, np.ndarray], of_group: bool = False) -> 
         "train/reward": rows["reward"].mean(),
         "train/positive_share": positive.mean(),
         "train/effective_positive_share": advantage_share(advantage),
-        "weight/effective_sample_size": weight.sum() ** 2 / max((weight**2).sum() * len(weight), 1e-12),
-        "gradient/positive_share": rows["gradient"][positive].sum() / max(rows["gradient"].sum(), 1e-45),
+        "weight/effective_sample_size": weight.sum() ** 2
+        / max((weight**2).sum() * len(weight), 1e-12),
+        "gradient/positive_share": rows["gradient"][positive].sum()
+        / max(rows["gradient"].sum(), 1e-45),
     }
     for sign, chosen in (("positives", positive), ("negatives", negative)):
         if chosen.any():
@@ -231,13 +320,18 @@ class Throughput:
 
     def __init__(self, policy: Policy):
         model, config = policy.model, policy.model.config.get_text_config()
-        tables = {id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+        tables = {
+            id(m.weight): m.weight.numel()
+            for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        }
         self.body = sum(p.numel() for p in model.parameters()) - sum(tables.values())
         self.projection = model.get_output_embeddings().weight.numel()
         self.attention = config.num_hidden_layers * config.hidden_size
         self.device = policy.device
         self.peak = peak_flops(self.device)
-        self.since = np.zeros(4)  # nominal tokens, computed tokens, FLOPs, seconds since the last reading
+        self.since = np.zeros(
+            4
+        )  # nominal tokens, computed tokens, FLOPs, seconds since the last reading
         self.start()
 
     def start(self) -> None:
@@ -249,8 +343,14 @@ class Throughput:
     def count(self, tokens: Tokens) -> tuple[int, float]:
         """Count a training batch whose backward has run; its tokens, and seconds since the one before."""
         seconds, computed = time.perf_counter() - self.began, len(tokens.input_ids_L)
-        pairs = sum((end - start) * ((end - start) / 2 + last - first) for start, end, first, last in tokens.spans)
-        flops = 6 * (self.body * computed + self.projection * len(tokens.target_N)) + 12 * self.attention * pairs
+        pairs = sum(
+            (end - start) * ((end - start) / 2 + last - first)
+            for start, end, first, last in tokens.spans
+        )
+        flops = (
+            6 * (self.body * computed + self.projection * len(tokens.target_N))
+            + 12 * self.attention * pairs
+        )
         self.since += tokens.nominal, computed, flops, seconds
         self.began += seconds
         return tokens.nominal, seconds
@@ -262,7 +362,10 @@ class Throughput:
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        (tokens, computed, flops, seconds), self.since = np.maximum(self.since, 1e-9).tolist(), np.zeros(4)
+        (tokens, computed, flops, seconds), self.since = (
+            np.maximum(self.since, 1e-9).tolist(),
+            np.zeros(4),
+        )
         return {
             "speed/tokens_per_s": ranks * tokens / seconds,
             "speed/utilisation": flops / seconds / self.peak,
@@ -278,7 +381,9 @@ def peak_flops(device: torch.device) -> float:
     if known := next((peak for model, peak in BFLOAT16_PEAKS.items() if model in name), None):
         return known
     size, best = 8192 if gpu else 1024, float("inf")
-    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    matrix = torch.ones(
+        size, size, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32
+    )
     for _ in range(5):
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # reading a value waits for the device

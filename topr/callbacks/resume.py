@@ -23,15 +23,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning would hold the whole checkpoint in memory twice. A folder of shards is complete when it holds meta.pt,
     which is written last; see `updates`."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        what, errors = f"the checkpoint {path} cannot be written", (OSError, RuntimeError)  # torch raises the latter
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        what, errors = (
+            f"the checkpoint {path} cannot be written",
+            (OSError, RuntimeError),
+        )  # torch raises the latter
         remedy = "earlier ones are kept: make room and resume with --ckpt_path last"
         with explained(what, errors, remedy), atomic(path) as temporary:
             torch.save(checkpoint, temporary)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.old")  # half a folder must not pass for a checkpoint
+        aside = path.with_name(
+            f".{path.name}.{os.getpid()}.old"
+        )  # half a folder must not pass for a checkpoint
         os.replace(path, aside)
         remove(aside)
 
@@ -43,7 +50,11 @@ def updates(checkpoint: Path) -> int | None:
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
         if checkpoint.is_dir() and not (checkpoint / ".metadata").stat().st_size:
             return None
-        return content["global_step"] if content.keys() >= {"loops", "pytorch-lightning_version"} else None
+        return (
+            content["global_step"]
+            if content.keys() >= {"loops", "pytorch-lightning_version"}
+            else None
+        )
     except Exception:  # whatever torch raises about a broken file
         return None
 
@@ -55,7 +66,9 @@ class ExactResume(Callback):
     validation, the resumed run starts with that validation."""
 
     def __init__(self):
-        self.signals = {signal.SIGTERM, signal.SIGUSR1} if "SLURM_JOB_ID" in os.environ else {signal.SIGTERM}
+        self.signals = (
+            {signal.SIGTERM, signal.SIGUSR1} if "SLURM_JOB_ID" in os.environ else {signal.SIGTERM}
+        )
         self.training, self.random = False, {}
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
@@ -66,7 +79,9 @@ class ExactResume(Callback):
         self.training = True
         folder = Path(trainer.log_dir or ".") / "checkpoints"
         if trainer.ckpt_path and Path(trainer.ckpt_path).parent.absolute() == folder.absolute():
-            trainer.ckpt_path = None  # ModelCheckpoint would keep it for ever, one after each interruption
+            trainer.ckpt_path = (
+                None  # ModelCheckpoint would keep it for ever, one after each interruption
+            )
         if self.random:
             torch.set_rng_state(self.random["cpu"])
             if module.device.type == "cuda" and "cuda" in self.random:  # absent if a CPU saved it
@@ -78,7 +93,9 @@ class ExactResume(Callback):
         def receive(number: int, frame: Any) -> None:
             stop_requested.set()
             if getattr(trainer.strategy.launcher, "procs", None):
-                trainer.strategy.launcher.kill(signal.SIGTERM)  # the processes that this one started
+                trainer.strategy.launcher.kill(
+                    signal.SIGTERM
+                )  # the processes that this one started
             if trainer.state.fn != "fit":
                 raise Preempted
 
@@ -91,7 +108,9 @@ class ExactResume(Callback):
         checkpoint["random"] = {"cpu": torch.get_rng_state()}
         if module.device.type == "cuda":
             checkpoint["random"]["cuda"] = torch.cuda.get_rng_state(module.device)
-        due = trainer.validating or trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        due = trainer.validating or trainer.fit_loop.epoch_loop._should_check_val_fx(
+            trainer.fit_loop._data_fetcher
+        )
         validated = find(trainer, Evaluate).validated[0]
         checkpoint["validation_due"] = bool(due and validated < trainer.global_step)
 
@@ -105,16 +124,25 @@ class ExactResume(Callback):
         loop = checkpoint["loops"]["fit_loop"]
         (loader,) = loop["state_dict"]["combined_loader"]
         done = loader["global_batches"] * trainer.datamodule.microbatches(loader["epoch"])
-        for counts in loop["epoch_progress"].values():  # a run resumed at the end of an epoch does not count the next
+        for counts in loop[
+            "epoch_progress"
+        ].values():  # a run resumed at the end of an epoch does not count the next
             counts["ready"] = counts["started"] = loader["epoch"] + 1
             counts["completed"] = counts["processed"]
         current = loop["epoch_loop.batch_progress"]["current"]
-        if loop["epoch_progress"]["current"]["processed"] > loader["epoch"]:  # the epoch was over: begin the next
+        if (
+            loop["epoch_progress"]["current"]["processed"] > loader["epoch"]
+        ):  # the epoch was over: begin the next
             done, loop["epoch_loop.batch_progress"]["is_last_batch"] = 0, False
         shift = done - current["processed"]
         current.update({name: count + shift for name, count in current.items()})
         validation, due = loop["epoch_loop.val_loop.batch_progress"], checkpoint["validation_due"]
-        validation["total"] |= {"ready": 1, "started": 1, "processed": 1 - due, "completed": 1 - due}
+        validation["total"] |= {
+            "ready": 1,
+            "started": 1,
+            "processed": 1 - due,
+            "completed": 1 - due,
+        }
         if due:  # Lightning starts with a validation that had begun
             for counts in loop["epoch_loop.batch_progress"]["total"], current:
                 counts["completed"] = counts["processed"]
@@ -124,7 +152,11 @@ class ExactResume(Callback):
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step  # the loggers' step
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        whole = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
+        whole = (
+            trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            % trainer.accumulate_grad_batches
+            == 0
+        )
         if whole and trainer.strategy.reduce_boolean_decision(stop_requested.is_set(), all=False):
             raise Preempted
 
@@ -148,6 +180,8 @@ class ExactResume(Callback):
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
                 trainer.save_checkpoint(trainer.strategy.broadcast(temporary), weights_only=False)
         if trainer.is_global_zero:
-            print(f"ended by a signal after update {trainer.global_step}; --ckpt_path last goes on from there")
+            print(
+                f"ended by a signal after update {trainer.global_step}; --ckpt_path last goes on from there"
+            )
         else:
             error.code = 0  # else a launcher would kill rank 0, which may still be writing

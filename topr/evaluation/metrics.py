@@ -22,7 +22,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()) -> float:
+def maj_at_k(
+    answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()
+) -> float:
     """Expected correctness of the majority answer of k responses, averaged over disjoint runs of k; 0 without votes.
     None, an invalid response, does not vote; others weigh 1 or their `weights`. Ties count the mean correctness of the
     tied answers. Equal answers must be equally correct."""
@@ -38,14 +40,19 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, wei
     return float(np.mean(results))
 
 
-def response_metrics(responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()) -> dict[str, float]:
+def response_metrics(
+    responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()
+) -> dict[str, float]:
     """Metrics of the responses to one problem: pass@1; pass@k, maj@k and, given weights, weighted@k for each k;
     invalid (share without a readable answer); length (mean response tokens); ungraded (share without a verdict)."""
     correct = [response.reward > 0 for response in responses]
     answers = [response.answer if response.valid else None for response in responses]
     values = {"pass@1": fmean(correct)}
     for k in ks:
-        values |= {f"pass@{k}": pass_at_k(len(responses), sum(correct), k), f"maj@{k}": maj_at_k(answers, correct, k)}
+        values |= {
+            f"pass@{k}": pass_at_k(len(responses), sum(correct), k),
+            f"maj@{k}": maj_at_k(answers, correct, k),
+        }
         if weights:
             values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
     values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
@@ -58,7 +65,9 @@ def group_by_problem(trajectories: Responses) -> list[Responses]:
     return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
 
 
-def per_problem(rows: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()) -> dict[str, np.ndarray]:
+def per_problem(
+    rows: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()
+) -> dict[str, np.ndarray]:
     """`response_metrics` of each problem, from responses and their weights; k is by default the fewest responses."""
     problems, rest = group_by_problem(rows), iter(weights)
     ks = ks or [min(map(len, problems))]
@@ -74,12 +83,19 @@ class PerProblem(Metric):
     def __init__(self, k: int):
         super().__init__()
         self.k = k
-        self.names = list(dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]))
+        self.names = list(
+            dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"])
+        )
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
     def update(self, trajectories: Responses) -> None:
-        rows = [list(response_metrics(some, [self.k]).values()) for some in group_by_problem(trajectories)]
-        self.values_PM.append(torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names)))
+        rows = [
+            list(response_metrics(some, [self.k]).values())
+            for some in group_by_problem(trajectories)
+        ]
+        self.values_PM.append(
+            torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names))
+        )
 
     def compute(self) -> dict[str, np.ndarray]:
         return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
@@ -88,7 +104,9 @@ class PerProblem(Metric):
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """95% percentile bootstrap interval of the mean of values, or paired differences, from 2,000 resamples of them."""
     rng = np.random.default_rng(seed)
-    low, high = np.quantile([rng.choice(values, len(values)).mean() for _ in range(2000)], [0.025, 0.975])
+    low, high = np.quantile(
+        [rng.choice(values, len(values)).mean() for _ in range(2000)], [0.025, 0.975]
+    )
     return float(low), float(high)
 
 

@@ -17,7 +17,9 @@ def centred(reward: np.ndarray, group: np.ndarray, kept: np.ndarray | None = Non
 def standardised(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(R - mean of the group) / (its standard deviation, ddof = 1, + 1e-4); 0 for a group of one."""
     advantage = centred(reward, group)
-    deviation = np.sqrt((np.bincount(group, advantage**2) / np.maximum(np.bincount(group) - 1, 1))[group])
+    deviation = np.sqrt(
+        (np.bincount(group, advantage**2) / np.maximum(np.bincount(group) - 1, 1))[group]
+    )
     return advantage / (deviation + 1e-4)
 
 
@@ -48,8 +50,12 @@ def baseline_for_rewards(reward: np.ndarray, effective_share: float) -> float:
     """The baseline c that makes `advantage_share(reward - c)`, which falls with c, `effective_share`; by bisection."""
     low, high = float(reward.min()), float(reward.max())
     if low == high:
-        raise InputError(f"data.train: every reward is {low:g}, so no baseline gives positive_share; set it to null")
+        raise InputError(
+            f"data.train: every reward is {low:g}, so no baseline gives positive_share; set it to null"
+        )
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if advantage_share(reward - middle) > effective_share else (low, middle)
+        low, high = (
+            (middle, high) if advantage_share(reward - middle) > effective_share else (low, middle)
+        )
     return (low + high) / 2

@@ -35,7 +35,9 @@ class Loss(ABC):
     grouping: Grouping = "none"
 
     @abstractmethod
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         """Advantages from rewards and group numbers, all [trajectories] of the whole data set; stored in float32. A
         loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
 
@@ -52,12 +54,16 @@ def check_output(loss: Loss) -> None:
     output = loss(log_probs_N, torch.zeros(4), torch.tensor([2, 2]), torch.tensor([1.0, -1.0]))
     found = type(output).__name__
     if isinstance(output, LossOutput):
-        sizes = {name: tuple(getattr(value, "shape", ("?",))) for name, value in output._asdict().items()}
+        sizes = {
+            name: tuple(getattr(value, "shape", ("?",))) for name, value in output._asdict().items()
+        }
         found = ", ".join(f"{name} {list(size)}" for name, size in sizes.items() if size != (2,))
         found = found or "a loss_B without a gradient" * (not output.loss_B.requires_grad)
     if found:
         expected = f"LossOutput({', '.join(LossOutput._fields)}), tensors of one value per trajectory, here [2]"
-        raise InputError(f"model.loss: {type(loss).__name__} must return {expected}, but gave {found}")
+        raise InputError(
+            f"model.loss: {type(loss).__name__} must return {expected}, but gave {found}"
+        )
 
 
 def sum_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:

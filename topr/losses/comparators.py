@@ -21,11 +21,19 @@ class PPO(RatioLoss):
     """-(1/T) sum_t min(r_t A, clip(r_t, 1 - low, 1 + high) A) (arXiv:1707.06347), offline, no KL, no critic. `ratio:
     token` is PPO's; see `RatioLoss` for the others."""
 
-    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, baseline: float = 0.0, ratio: Ratio = "token"):
+    def __init__(
+        self,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        baseline: float = 0.0,
+        ratio: Ratio = "token",
+    ):
         super().__init__(ratio, a=(0, 1 - clip_low), b=(1 + clip_high, math.inf), baseline=baseline)
         check_clips(clip_low=clip_low, clip_high=clip_high)
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         """R - c."""
         return reward.astype(np.float64) - self.baseline
 
@@ -45,7 +53,9 @@ class GRPO(PPO):
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2):
         super().__init__(clip_low, clip_high)
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         return standardised(reward, group)
 
 
@@ -66,12 +76,16 @@ class OPMD(Loss):
         check_argument("tau", tau, 0 <= tau < np.inf, "finite and at least 0")
         self.tau = tau
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         return centred(reward, group)
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
-        loss_B = self.tau / 2 * log_ratio_B.square() - advantage_B * sum_tokens(log_probs_N, length_B)
+        loss_B = self.tau / 2 * log_ratio_B.square() - advantage_B * sum_tokens(
+            log_probs_N, length_B
+        )
         weight_B = log_ratio_B.new_ones(len(log_ratio_B)).detach()  # of the first term
         return LossOutput(loss_B, -loss_B.detach(), log_ratio_B.detach(), weight_B, 0 * weight_B)
 
@@ -91,8 +105,13 @@ class WeightedLoss(Loss):
         advantage_N = advantage_B.repeat_interleave(length_B, output_size=len(ratio_N))
         weight_N, truncated_N = self.weights(ratio_N, advantage_N)
         objective_B = advantage_B * sum_tokens(weight_N * log_probs_N, length_B)
-        means = (sum_tokens(value_N.to(ratio_N), length_B) / length_B for value_N in (weight_N, truncated_N))
-        return LossOutput(-objective_B / length_B, objective_B.detach(), sum_tokens(log_ratio_N, length_B), *means)
+        means = (
+            sum_tokens(value_N.to(ratio_N), length_B) / length_B
+            for value_N in (weight_N, truncated_N)
+        )
+        return LossOutput(
+            -objective_B / length_B, objective_B.detach(), sum_tokens(log_ratio_N, length_B), *means
+        )
 
 
 class CISPO(WeightedLoss):
@@ -131,7 +150,9 @@ class RECOneSide(REC):
     """M: r <= 1 + high for A >= 0, r >= 1 - low for A <= 0; with importance sampling PPO's gradient."""
 
     def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-        return (advantage_N >= 0) & (ratio_N <= self.high) | (advantage_N <= 0) & (ratio_N >= self.low)
+        return (advantage_N >= 0) & (ratio_N <= self.high) | (advantage_N <= 0) & (
+            ratio_N >= self.low
+        )
 
 
 class RECTwoSide(REC):
@@ -145,14 +166,21 @@ class RECRing(RECTwoSide):
     """M: two sides, and what lags far behind: r <= 1 - outer_low for A >= 0, r >= 1 + outer_high for A <= 0."""
 
     def __init__(
-        self, importance: bool = False, clip_low: float = 0.2, clip_high: float = 0.2, outer_low=0.6, outer_high=2.0
+        self,
+        importance: bool = False,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        outer_low=0.6,
+        outer_high=2.0,
     ):
         super().__init__(importance, clip_low, clip_high)
         check_clips(outer_low=outer_low, outer_high=outer_high)
         self.outer_low, self.outer_high = 1 - outer_low, 1 + outer_high
 
     def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-        lags_N = (advantage_N >= 0) & (ratio_N <= self.outer_low) | (advantage_N <= 0) & (ratio_N >= self.outer_high)
+        lags_N = (advantage_N >= 0) & (ratio_N <= self.outer_low) | (advantage_N <= 0) & (
+            ratio_N >= self.outer_high
+        )
         return super().mask(ratio_N, advantage_N) | lags_N
 
 
@@ -165,7 +193,9 @@ class DPO(Loss):
 
     def __init__(self, beta: float = 0.1, baseline: float = 0.0):
         check_argument("beta", beta, 0 < beta < np.inf, "finite and above 0")
-        check_argument("baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size")
+        check_argument(
+            "baseline", baseline, abs(baseline) <= LARGEST, f"finite, at most {LARGEST:.0f} in size"
+        )
         self.beta, self.baseline = beta, baseline
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
@@ -203,7 +233,9 @@ class GroupREINFORCE(TOPR):
 class RLOO(GroupREINFORCE):
     """A = R - mean of the OTHERS in the group (arXiv:2402.14740); 0 in a group of one."""
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         count = np.bincount(group)[group]
         return centred(reward, group) * (count / np.maximum(count - 1, 1))
 
@@ -216,7 +248,9 @@ class AsymRE(GroupREINFORCE):
         check_argument("delta", delta, abs(delta) < np.inf, "finite")
         self.delta = delta
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         return np.where(np.bincount(group)[group] > 1, centred(reward, group) - self.delta, 0.0)
 
 
@@ -224,7 +258,9 @@ class REDDrop(GroupREINFORCE):
     """Drops surplus negatives (R below the group's mean) at random until the group is balanced (arXiv:2509.24203). A =
     R - mean of the kept, 0 for the dropped, which still count in the divisor; each epoch drops anew."""
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         negative = centred(reward, group) < 0
         sign = 2 * group + negative
         order = np.lexsort((np.random.default_rng([seed, epoch, 1]).random(len(group)), sign))
@@ -241,8 +277,12 @@ class REDWeight(GroupREINFORCE):
         check_argument("temperature", temperature, temperature > 0, "above 0")
         self.temperature = temperature
 
-    def advantages(self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    def advantages(
+        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> np.ndarray:
         advantage = centred(reward, group)
         if advantage.max() > 70 * self.temperature:  # times A, the end of float32
-            raise InputError(f"model.loss: e^(A/temperature) overflows with A = {advantage.max():g}; raise temperature")
+            raise InputError(
+                f"model.loss: e^(A/temperature) overflows with A = {advantage.max():g}; raise temperature"
+            )
         return advantage * np.exp(advantage / self.temperature)

@@ -12,8 +12,19 @@ from transformers import AutoConfig, AutoTokenizer
 
 from topr.io import InputError, explained
 
-SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
-FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # never pickled weights, never code
+SETTINGS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+]
+FILES = [
+    "*.safetensors",
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+]  # never pickled weights, never code
 Messages = list[dict[str, str]]
 
 
@@ -28,9 +39,15 @@ def resolve_policy(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=FILES))
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
-            raise InputError(f"policy {name!r} holds no model: {pattern} is missing; give a Hugging Face folder")
-    if (folder / "adapter_config.json").exists():  # its base would be loaded instead, from wherever it says
-        raise InputError(f"policy {name!r} holds adapters; merge them into their policy and name the result")
+            raise InputError(
+                f"policy {name!r} holds no model: {pattern} is missing; give a Hugging Face folder"
+            )
+    if (
+        folder / "adapter_config.json"
+    ).exists():  # its base would be loaded instead, from wherever it says
+        raise InputError(
+            f"policy {name!r} holds adapters; merge them into their policy and name the result"
+        )
     for path in (folder / setting for setting in SETTINGS):  # the libraries ignore a broken one
         with explained(f"policy {name!r}: {path.name} cannot be read as JSON"):
             json.loads(path.read_text(encoding="utf-8") if path.exists() else "{}")
@@ -41,7 +58,9 @@ def resolve_policy(name: str) -> Path:
 def vocabulary_and_context(name: str) -> tuple[int, int]:
     """Number of token ids that the model embeds; the longest sequence it takes (2^31 if its config names none)."""
     with explained(f"the config.json of policy {name!r} cannot be used"):
-        config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False).get_text_config()
+        config = AutoConfig.from_pretrained(
+            resolve_policy(name), trust_remote_code=False
+        ).get_text_config()
     return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
 
 
@@ -49,7 +68,10 @@ def stored_tensors(name: str) -> dict[str, Path]:
     """The file of every tensor of a policy, by its name; raises InputError for a damaged file."""
     tensors: dict[str, Path] = {}
     for path in resolve_policy(name).glob("*.safetensors"):
-        with explained(f"policy {name!r}: {path.name} cannot be read"), safe_open(path, "pt") as file:
+        with (
+            explained(f"policy {name!r}: {path.name} cannot be read"),
+            safe_open(path, "pt") as file,
+        ):
             tensors |= dict.fromkeys(file.keys(), path)
     return tensors
 
@@ -88,15 +110,23 @@ def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
-        raise InputError("the prompt is chat messages but the tokenizer has no chat template; give a text as prompt")
-    with explained("chat messages do not fit the tokenizer's chat template"):  # a program that raises what it likes
-        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=not answered)
+        raise InputError(
+            "the prompt is chat messages but the tokenizer has no chat template; give a text as prompt"
+        )
+    with explained(
+        "chat messages do not fit the tokenizer's chat template"
+    ):  # a program that raises what it likes
+        return tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=not answered
+        )
 
 
 def encode_prompt(prompt: str | Messages, tokenizer: Any) -> tuple[str, list[int]]:
     """Text and token ids of a prompt, with special tokens unless a template has written them; see `render_prompt`."""
     text = render_prompt(prompt, tokenizer)
-    rendered = text is not prompt or bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    rendered = (
+        text is not prompt or bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    )
     return text, encode(text, tokenizer, special=not rendered)
 
 
@@ -107,13 +137,22 @@ def encode(text: str, tokenizer: Any, special: bool) -> list[int]:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Hash of all that decides token ids: the tokenizer's rules and vocabulary, special tokens, chat template."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    rules = {key: value for key, value in rules.items() if key not in ("padding", "truncation")}  # set by mere use
+    rules = (
+        json.loads(tokenizer.backend_tokenizer.to_str())
+        if tokenizer.is_fast
+        else tokenizer.get_vocab()
+    )
+    rules = {
+        key: value for key, value in rules.items() if key not in ("padding", "truncation")
+    }  # set by mere use
     parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:
     """Metadata of a trajectory file whose log mu this policy scored; see `trajectories.file.METADATA_KEYS`."""
-    fingerprints = {"tokenizer": tokenizer_fingerprint(load_tokenizer(name)), "policy": policy_fingerprint(name)}
+    fingerprints = {
+        "tokenizer": tokenizer_fingerprint(load_tokenizer(name)),
+        "policy": policy_fingerprint(name),
+    }
     return {**fingerprints, "precision": precision, **more}

@@ -31,7 +31,9 @@ class Head(NamedTuple):
         """Positions whose logits are held at once."""
         return max(64, CHUNK_LOGITS[self.weight_VD.device.type] // len(self.weight_VD))
 
-    def logits(self, hidden_CD: Tensor, out_CV: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def logits(
+        self, hidden_CD: Tensor, out_CV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits and the derivative of their soft cap, in the weight's precision: bfloat16 errs by .04 a token."""
         with torch.autocast(hidden_CD.device.type, enabled=False):
             logits_CV = torch.mm(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.T, out=out_CV)
@@ -46,18 +48,26 @@ class Head(NamedTuple):
 def output_head(model: Any) -> Head:
     """The output projection of a Hugging Face causal language model."""
     head = model.get_output_embeddings()
-    return Head(head.weight, head.bias, getattr(model.config.get_text_config(), "final_logit_softcapping", None))
+    return Head(
+        head.weight,
+        head.bias,
+        getattr(model.config.get_text_config(), "final_logit_softcapping", None),
+    )
 
 
 def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
     """Hidden states that predict the response tokens, [N, D], from one row a trajectory, padded on the right."""
     rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.trajectories]
     columns = max(map(len, rows))
-    position_N = np.concatenate([i * columns + predicting for i, predicting in enumerate(tokens.predicting)])
+    position_N = np.concatenate(
+        [i * columns + predicting for i, predicting in enumerate(tokens.predicting)]
+    )
     place_BL = pad_sequence([from_numpy(row) for row in rows], batch_first=True)
     input_ids_BL = tokens.input_ids_L[place_BL.to(tokens.input_ids_L.device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLD.flatten(0, 1).index_select(0, from_numpy(position_N).to(hidden_BLD.device, non_blocking=True))
+    return hidden_BLD.flatten(0, 1).index_select(
+        0, from_numpy(position_N).to(hidden_BLD.device, non_blocking=True)
+    )
 
 
 def token_log_probs(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
@@ -67,7 +77,12 @@ def token_log_probs(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
         return -F.cross_entropy(head.logits(hidden_CD)[0], target_C, reduction="none")
 
     chunks = zip(hidden_ND.split(head.chunk), target_N.split(head.chunk), strict=True)
-    return torch.cat([checkpoint(chunk_log_probs, hidden, target, use_reentrant=False) for hidden, target in chunks])
+    return torch.cat(
+        [
+            checkpoint(chunk_log_probs, hidden, target, use_reentrant=False)
+            for hidden, target in chunks
+        ]
+    )
 
 
 @torch.no_grad()
@@ -84,9 +99,13 @@ def score(
     sizes = np.array([prompt, [len(ids) for ids in prompts], [len(ids) for ids in responses]])
     scores: list[np.ndarray] = [np.empty(0)] * len(prompts)
     for row in partition(sizes, microbatch_tokens, padded=policy.padded):
-        tokens = pack(*([arrays[i] for i in row] for arrays in (prompts, responses, sampled) if len(arrays)))
+        tokens = pack(
+            *([arrays[i] for i in row] for arrays in (prompts, responses, sampled) if len(arrays))
+        )
         log_probs_N, _ = policy(tokens.to(policy.device))
-        log_probs_N = log_probs_N.clamp(max=0).float().cpu()  # that of a certain token can round to above 0
+        log_probs_N = (
+            log_probs_N.clamp(max=0).float().cpu()
+        )  # that of a certain token can round to above 0
         for i, log_probs_T in zip(row, log_probs_N.split(tokens.lengths), strict=True):
             scores[i] = log_probs_T.numpy()
     return scores

@@ -14,7 +14,9 @@ from topr.batching import pack
 from topr.policy.logprobs import output_head
 from topr.policy.model import Policy, empty_policy, shared_prompts
 
-GRADIENTS = 0.5  # of a layer's activations, as many as exist at once, relative to what its forward keeps
+GRADIENTS = (
+    0.5  # of a layer's activations, as many as exist at once, relative to what its forward keeps
+)
 
 
 def estimate(
@@ -27,7 +29,9 @@ def estimate(
 ) -> dict[str, float]:
     """`peak_memory` of a policy that is not loaded; `prepare` adds its adapters. Raises what a model raises that cannot
     be computed on tensors without data, such as mixtures of experts."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print a traceback
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+        logging.CRITICAL
+    )  # it would print a traceback
     state = state_size(optimizer)
     policy = empty_policy(name)
     if not padded:
@@ -76,7 +80,9 @@ def peak_memory(
     parts = {"weights": (body + root) / shards, "gradients": (body_trained + root_trained) / shards}
     parts["optimizer"] = parts["gradients"] * state
     if sharded:
-        predict = parts["weights"] + (root + body / 4 * width) + bfloat16 * 2 * head.weight_VD.numel()
+        predict = (
+            parts["weights"] + (root + body / 4 * width) + bfloat16 * 2 * head.weight_VD.numel()
+        )
         parts["weights"] += root + body / 4 * width * (2 / layers if reshard else 1)
         parts["gradients"] += root_trained + 2 * body_trained / layers
         fixed = 0.0  # gathered weights need no cast
@@ -91,13 +97,22 @@ def peak_memory(
     # freed before the backward
     logits = 4 * vocabulary * min(head.chunk, response_tokens)
     backward = tokens * (recomputed + GRADIENTS * token / layers)
-    parts["activations"] = fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
+    parts["activations"] = (
+        fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
+    )
     # the gradient of a micro-batch, before it is added to that of the others
-    parts["head"] = 4.0 * head.weight_VD.numel() * (head.weight_VD.requires_grad and microbatches > 1)
+    parts["head"] = (
+        4.0 * head.weight_VD.numel() * (head.weight_VD.requires_grad and microbatches > 1)
+    )
     # when both are gone, the optimiser takes up to four times the largest weight
     largest = max(map(torch.numel, trained))
     parts["activations"] = max(parts["activations"], 16 * largest / shards - parts["head"])
-    return {"fit": sum(parts.values()), **parts, "sample": predict + parts["optimizer"], "predict": predict}
+    return {
+        "fit": sum(parts.values()),
+        **parts,
+        "sample": predict + parts["optimizer"],
+        "predict": predict,
+    }
 
 
 def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
@@ -110,9 +125,13 @@ def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage.nbytes()
-            return tensor.detach()  # with the tensor itself the graph would hold itself, and never be freed
+            return (
+                tensor.detach()
+            )  # with the tensor itself the graph would hold itself, and never be freed
 
-        tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(policy.device)
+        tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(
+            policy.device
+        )
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             policy(tokens, lambda hidden_ND, head: hidden_ND)
         return sum(size for key, size in saved.items() if key not in weights)
@@ -131,4 +150,7 @@ def state_size(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     weight.grad = torch.zeros_like(weight)
     one = optimizer([weight])
     one.step()
-    return sum(value.nbytes for value in one.state[weight].values() if isinstance(value, Tensor)) / weight.nbytes
+    return (
+        sum(value.nbytes for value in one.state[weight].values() if isinstance(value, Tensor))
+        / weight.nbytes
+    )

@@ -55,7 +55,10 @@ class Policy(nn.Module):
     @property
     def padded(self) -> bool:
         """Whether trajectories are padded and do not share prompts."""
-        return shared_prompts is None or self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
+        return (
+            shared_prompts is None
+            or self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
+        )
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +74,11 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers."""
         names = self.model._no_split_modules or []  # `fully_shard` changes the class of a layer
-        return [module for module in self.model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+        return [
+            module
+            for module in self.model.modules()
+            if type(module).__name__.removeprefix("FSDP") in names
+        ]
 
 
 def load_policy(name: str) -> Policy:
@@ -81,12 +88,19 @@ def load_policy(name: str) -> Policy:
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     load: Any = AutoModelForCausalLM.from_pretrained
     with explained(f"policy {name!r} cannot be loaded as a causal model"):
-        model, loading = load(resolve_policy(name), config=_config(name), dtype=torch.float32, **options)
+        model, loading = load(
+            resolve_policy(name), config=_config(name), dtype=torch.float32, **options
+        )
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
-        raise InputError(f"policy {name!r} lacks the weights {', '.join(missing[:3])}; export or download it again")
+        raise InputError(
+            f"policy {name!r} lacks the weights {', '.join(missing[:3])}; export or download it again"
+        )
     if unknown := sorted(loading["unexpected_keys"]):
         found = ", ".join(unknown[:3])
-        warnings.warn(f"policy {name!r}: the weights {found} have no place in its model and are left out", stacklevel=2)
+        warnings.warn(
+            f"policy {name!r}: the weights {found} have no place in its model and are left out",
+            stacklevel=2,
+        )
     policy = Policy(model, tokenizer, name)
     check_weights(policy)
     check_forward(policy)
@@ -105,7 +119,9 @@ def empty_policy(name: str) -> Policy:
     folder, tokenizer = resolve_policy(name), load_tokenizer(name)
     with explained(f"policy {name!r} cannot be loaded as a causal model"):
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(
+                _config(name), dtype=torch.float32, trust_remote_code=False
+            )
         model.tie_weights()  # `init_empty_weights` unties them
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -154,7 +170,9 @@ def check_forward(policy: Policy, bound: float = 1e-3) -> None:
 def compile_layers(policy: Policy) -> None:
     """Compile the norms, MLPs and attention projections of the decoder layers, in place; call it after loading."""
     if not policy.layers:
-        raise InputError(f"model.compile finds no decoder layers in a {type(policy.model).__name__}; leave it false")
+        raise InputError(
+            f"model.compile finds no decoder layers in a {type(policy.model).__name__}; leave it false"
+        )
     what = "model.compile needs a C++ compiler, and on a GPU Triton as well"
     with explained(what, remedy="install one, or leave it false"):
         torch.compile(torch.neg)(torch.ones(2, device=policy.device))
@@ -186,11 +204,15 @@ class LoRA:
         from peft.tuners.lora import LoraLayer
 
         # no dropout: log mu and log pi must come from one deterministic function
-        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, lora_dropout=0.0)
+        config = LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, lora_dropout=0.0
+        )
         with explained(f"model.lora.targets: {self.targets!r} fits no layer", ValueError):
             policy.model.add_adapter(config)
         for layer in policy.model.modules():
-            if isinstance(layer, LoraLayer):  # next to weights on the meta device, adapters are there as well
+            if isinstance(
+                layer, LoraLayer
+            ):  # next to weights on the meta device, adapters are there as well
                 for name in layer.adapter_layer_names:
                     getattr(layer, name).to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)
@@ -213,5 +235,7 @@ def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | No
         with explained(f"{path} cannot be written", SafetensorError, "make room and start again"):
             policy.model.save_pretrained(folder, state_dict=state_dict)
         policy.tokenizer.save_pretrained(folder)
-        for weights in folder.glob("*.safetensors"):  # the library makes them readable for their owner alone
+        for weights in folder.glob(
+            "*.safetensors"
+        ):  # the library makes them readable for their owner alone
             weights.chmod((folder / "tokenizer_config.json").stat().st_mode)

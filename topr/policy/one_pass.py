@@ -31,7 +31,9 @@ class OnePass:
         with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
             d_hidden_ND = torch.empty_like(hidden_ND)
             d_weight_VD: Any = torch.zeros_like(weight_VD) if weight_VD.requires_grad else None
-            d_bias_V: Any = torch.zeros_like(bias_V) if bias_V is not None and bias_V.requires_grad else None
+            d_bias_V: Any = (
+                torch.zeros_like(bias_V) if bias_V is not None and bias_V.requires_grad else None
+            )
             total, outputs = torch.zeros_like(self.scale_B[0]), []
             # one buffer for all chunks: a CPU clears pages at their first use, which takes half as long as the product
             buffer_CV = weight_VD.new_empty(min(head.chunk, len(hidden_ND)), len(weight_VD))
@@ -43,10 +45,14 @@ class OnePass:
                 log_probs_N = torch.cat(log_probs).requires_grad_()
                 with torch.enable_grad():
                     ref_log_probs_N = self.batch.ref_log_probs_N[pieces[0].start : pieces[-1].stop]
-                    output = self.loss(log_probs_N, ref_log_probs_N, length_B[part], self.batch.advantage_B[part])
+                    output = self.loss(
+                        log_probs_N, ref_log_probs_N, length_B[part], self.batch.advantage_B[part]
+                    )
                     scaled = (output.loss_B * self.scale_B[part]).sum()
                 (gradient_N,) = torch.autograd.grad(scaled, log_probs_N)
-                for piece, gradient_C in zip(pieces, gradient_N.split(list(map(len, log_probs))), strict=True):
+                for piece, gradient_C in zip(
+                    pieces, gradient_N.split(list(map(len, log_probs))), strict=True
+                ):
                     if len(pieces) > 1:
                         chunk = _LogProbs(hidden_ND[piece], tokens.target_N[piece], head, buffer_CV)
                     d_logits_CV = chunk.gradient(gradient_C)
@@ -57,7 +63,9 @@ class OnePass:
                         d_bias_V += d_logits_CV.sum(dim=0)
                 total += scaled.detach()
                 outputs.append([column.detach() for column in output])
-        total = _KnownGradients.apply(total, (d_hidden_ND, d_weight_VD, d_bias_V), hidden_ND, weight_VD, bias_V)
+        total = _KnownGradients.apply(
+            total, (d_hidden_ND, d_weight_VD, d_bias_V), hidden_ND, weight_VD, bias_V
+        )
         return total, LossOutput(*map(torch.cat, zip(*outputs, strict=True))), hidden_ND
 
 
@@ -73,7 +81,14 @@ class _KnownGradients(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_value):
         # the saved gradients belong to this call alone and are as large as the weights: scaled in place
-        return None, None, *(None if gradient is None else gradient.mul_(d_value) for gradient in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            *(
+                None if gradient is None else gradient.mul_(d_value)
+                for gradient in ctx.saved_tensors
+            ),
+        )
 
 
 def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]]:
@@ -81,7 +96,10 @@ def _chunks(lengths: list[int], size: int) -> Iterator[tuple[slice, list[slice]]
     first = start = end = 0
     for i, length in enumerate([*lengths, size + 1]):
         if end > start and end - start + length > size:
-            yield slice(first, i), [slice(at, min(at + size, end)) for at in range(start, end, size)]
+            yield (
+                slice(first, i),
+                [slice(at, min(at + size, end)) for at in range(start, end, size)],
+            )
             first, start = i, end
         end += length
 
@@ -92,7 +110,10 @@ class _LogProbs:
     def __init__(self, hidden_CD: Tensor, target_C: Tensor, head: Head, buffer_CV: Tensor):
         self.values_CV, self.slope_CV = head.logits(hidden_CD, buffer_CV[: len(hidden_CD)])
         self.target_C1 = target_C[:, None]
-        target_C1, largest_C1 = self.values_CV.gather(1, self.target_C1), self.values_CV.amax(dim=1, keepdim=True)
+        target_C1, largest_C1 = (
+            self.values_CV.gather(1, self.target_C1),
+            self.values_CV.amax(dim=1, keepdim=True),
+        )
         self.sum_C1 = self.values_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
         self.log_probs_C = (target_C1 - largest_C1 - self.sum_C1.log())[:, 0]
 

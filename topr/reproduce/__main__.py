@@ -35,7 +35,9 @@ def reproduce(
         workers: number of processes
     """
     if quick and regime != "standard":
-        raise InputError(f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out")
+        raise InputError(
+            f"--quick needs --regime standard: no trajectories of {regime} are shipped; leave one out"
+        )
     setting = SimpleNamespace(**SETTINGS["standard"] | SETTINGS["quick" if quick else regime])
     default = [str(number) for number in setting.claims]
     known = [*default, "9"]
@@ -52,18 +54,34 @@ def reproduce(
     cpu = Path("/proc/cpuinfo")  # of Linux
     processor = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
     hardware = processor[1] if processor else platform.machine()
-    report: dict[str, Any] = {"command": f"python -m topr.reproduce {options}", "hardware": hardware}
-    report |= {name: version(name) for name in ("torch", "transformers")} | {"setting": vars(setting), "claims": []}
+    report: dict[str, Any] = {
+        "command": f"python -m topr.reproduce {options}",
+        "hardware": hardware,
+    }
+    report |= {name: version(name) for name in ("torch", "transformers")} | {
+        "setting": vars(setting),
+        "claims": [],
+    }
     for number in map(int, wanted):
         measure = CLAIMS[number - 1]
         statement, _, paper = " ".join(str(measure.__doc__).split()).strip(".)").rpartition(" (")
         print(f"{number}. {statement}", flush=True)
         claim = measure(study)
-        found: dict[str, Any] = {"claim": number, "statement": statement, "paper": paper, "seeds": study.seeds}
+        found: dict[str, Any] = {
+            "claim": number,
+            "statement": statement,
+            "paper": paper,
+            "seeds": study.seeds,
+        }
         found |= {"holds": verdict(claim.parts)} | claim._asdict()
         found["parts"] = {part: verdict({part: check}) for part, check in claim.parts.items()}
-        axis, figure = "", dict[str, Rows]()  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
-        for label, row in (found.pop("figure") or claim.measured).items():  # such as `TOPR at rate 0.1`
+        axis, figure = (
+            "",
+            dict[str, Rows](),
+        )  # by series (`TOPR`) and place on the horizontal axis (`0.1`)
+        for label, row in (
+            found.pop("figure") or claim.measured
+        ).items():  # such as `TOPR at rate 0.1`
             name, _, where = label.partition(" at ")
             *words, place = where.rsplit(" ", 1)
             axis = (words or [axis])[0]
@@ -72,7 +90,10 @@ def reproduce(
         report["claims"].append(found)
         text = markdown(report | study.provenance())
         write_text(folder / "claims.md", text)
-        write_text(folder / "claims.json", json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n")
+        write_text(
+            folder / "claims.json",
+            json.dumps(report | study.provenance(), indent=1, allow_nan=False) + "\n",
+        )
         print(f"{number}. holds: {found['holds']}", flush=True)
     print(f"\n{text.split('## ')[0]}wrote claims.json, claims.md and figures under {folder}")
 
@@ -81,18 +102,33 @@ def markdown(report: dict[str, Any]) -> str:
     """The report for reading: verdicts, then the tables of each claim."""
     lines = [
         "# The paper's claims on the embedded task\n",
-        "`{command}`, commit {commit}; {cpu_minutes} CPU minutes on {hardware}.\n".format_map(report),
+        "`{command}`, commit {commit}; {cpu_minutes} CPU minutes on {hardware}.\n".format_map(
+            report
+        ),
         "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed. A part of a claim is",
         "undecided where its interval contains the bound.\n",
         "| claim | paper | holds here |\n|---|---|---|",
-        *(f"| {c['claim']}. {c['statement']} | {c['paper']} | **{c['holds']}** |" for c in report["claims"]),
+        *(
+            f"| {c['claim']}. {c['statement']} | {c['paper']} | **{c['holds']}** |"
+            for c in report["claims"]
+        ),
     ]
     for claim in report["claims"]:
-        lines.append(f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n")
+        lines.append(
+            f"\n## {claim['claim']}. {claim['statement']}\n\n![](claim_{claim['claim']}.png)\n"
+        )
         lines += [f"- {part}: {answer}" for part, answer in claim["parts"].items()]
-        lines += [f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip() for title in ("measured", "differences")]
-        rates = {name: (best(gains), (min(gains), max(gains))) for name, gains in claim["tuning"].items()}
-        found = [f"{name} {rate:g}" + " (an end of the grid)" * (rate in ends) for name, (rate, ends) in rates.items()]
+        lines += [
+            f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip()
+            for title in ("measured", "differences")
+        ]
+        rates = {
+            name: (best(gains), (min(gains), max(gains))) for name, gains in claim["tuning"].items()
+        }
+        found = [
+            f"{name} {rate:g}" + " (an end of the grid)" * (rate in ends)
+            for name, (rate, ends) in rates.items()
+        ]
         lines.append(f"\nLearning rates, chosen on other seeds: {', '.join(found)}.")
     return "\n".join(lines) + "\n"
 
@@ -100,7 +136,11 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = ArgumentParser(prog="python -m topr.reproduce", description=__doc__)
     parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
-    parser.add_argument("--quick", action="store_true", help="minutes: the shipped base policy, two rates, few samples")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="minutes: the shipped base policy, two rates, few samples",
+    )
     with command():
         reproduce(**vars(parser.parse_args()))
 

@@ -23,7 +23,11 @@ from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task
 from topr.trajectories.curate import Curation, Way, curate
 
-DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # metrics of a policy without valid responses
+DIVERGED = {
+    "pass@1": 0.0,
+    "maj": 0.0,
+    "invalid": 1.0,
+}  # metrics of a policy without valid responses
 
 
 @dataclass
@@ -46,7 +50,13 @@ class Experiment:
         return {}
 
     def train(
-        self, split: str, samples: int, loss: list | None, rate: float = 0.0, curation: dict | None = None, **more: Any
+        self,
+        split: str,
+        samples: int,
+        loss: list | None,
+        rate: float = 0.0,
+        curation: dict | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
         """Train from the base policy and measure the end. `loss` is a name and arguments, None for no training;
         `curation` arguments of a `Curation` of the data; `more` arguments of `fit`."""
@@ -60,7 +70,15 @@ class Experiment:
         return fitted | self.measure(policy, split, samples)
 
     def iterate(
-        self, split: str, samples: int, way: Way, rate: float, count: int, prompts: int, budget: int, pool: int
+        self,
+        split: str,
+        samples: int,
+        way: Way,
+        rate: float,
+        count: int,
+        prompts: int,
+        budget: int,
+        pool: int,
     ) -> dict[str, Any]:
         """Sample, curate and train `count` times, each time from the newest policy, and measure every policy.
         Of `pool` responses to each of the first `prompts` problems (`budget` if `way` is uniform) it keeps `budget`."""
@@ -81,22 +99,45 @@ class Experiment:
             policy = load_policy(str(self.scratch / f"policy-{i}"))
         left = count - len(updates)  # iterations after one that diverged
         ends, shares, updates = ends + ends[-1:] * left, shares + [0.0] * left, updates + [0] * left
-        return ends[-1] | {"results": [end["result"] for end in ends], "shares": shares, "updates": updates}
+        return ends[-1] | {
+            "results": [end["result"] for end in ends],
+            "shares": shares,
+            "updates": updates,
+        }
 
     def verify(self, rate: float, samples: int, critiques: int, steps: int) -> dict[str, Any]:
         """Make a verifier of the base policy in `steps` supervised updates and train it on its critiques. Before and
         after, it judges `samples` solutions of each test problem by the base policy, `critiques` times each."""
         policy, data = load_policy(str(self.folder / "base")), self.scratch / "critiques.parquet"
-        base, verifier, judge = self.scratch / "base", ArithmeticVerifier(), ArithmeticVerifier(balance=False)
-        solutions = sample(policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed)
+        base, verifier, judge = (
+            self.scratch / "base",
+            ArithmeticVerifier(),
+            ArithmeticVerifier(balance=False),
+        )
+        solutions = sample(
+            policy, self.task, self.task.problems(self.folder / "test.jsonl"), samples, self.seed
+        )
 
         def judged(policy: Policy) -> dict[str, Any]:
-            rows = sample(policy, judge, judge.candidates(solutions), critiques, derived_seed(self.seed, 17))
-            by_gold = [[(row.reward > 0, not row.valid) for row in rows if row.gold == gold] for gold in judge.verdicts]
-            accuracy, invalid = np.mean([np.mean(part, axis=0) for part in by_gold], axis=0).tolist()
-            weights = [judge.weight(rows[i : i + critiques]) for i in range(0, len(rows), critiques)]
+            rows = sample(
+                policy, judge, judge.candidates(solutions), critiques, derived_seed(self.seed, 17)
+            )
+            by_gold = [
+                [(row.reward > 0, not row.valid) for row in rows if row.gold == gold]
+                for gold in judge.verdicts
+            ]
+            accuracy, invalid = np.mean(
+                [np.mean(part, axis=0) for part in by_gold], axis=0
+            ).tolist()
+            weights = [
+                judge.weight(rows[i : i + critiques]) for i in range(0, len(rows), critiques)
+            ]
             votes = per_problem(solutions, [samples // 2, samples], weights)
-            kept = {name: votes[name].round(6).tolist() for name in votes if name.startswith(("maj", "weighted"))}
+            kept = {
+                name: votes[name].round(6).tolist()
+                for name in votes
+                if name.startswith(("maj", "weighted"))
+            }
             return {"accuracy": accuracy, "invalid": invalid} | kept
 
         imitate(policy.train(), judgements(self.task, np.random.default_rng([self.seed, 0])), steps)
@@ -106,7 +147,9 @@ class Experiment:
         sample_to(data, policy, verifier, problems, 2, derived_seed(self.seed, 13))
         trained, _ = self.fit(base, data, rate, task=verifier)
         if trained is None:
-            raise InputError(f"training the verifier diverged at the learning rate {rate:g}; lower it")
+            raise InputError(
+                f"training the verifier diverged at the learning rate {rate:g}; lower it"
+            )
         return {"before": judged(policy), "after": judged(trained)}
 
     def fit(
@@ -116,11 +159,17 @@ class Experiment:
         """Train a policy on a file of trajectories, by default with TOPR, validating it `points` times an epoch.
         Returns it, None if training diverged; and validation curve, logged statistics, number of updates. The curve of
         a training that diverged ends as that of a policy without valid responses."""
-        rows, clock = list[dict[str, Any]](), list[float]()  # what training logs; ends minus beginnings of its batches
+        rows, clock = (
+            list[dict[str, Any]](),
+            list[float](),
+        )  # what training logs; ends minus beginnings of its batches
         logger = DummyLogger()
         logger.log_metrics = lambda metrics, step: rows.append(metrics)  # type: ignore[method-assign, misc]
         loss, task = loss or losses.TOPR(), task or self.task
-        optimizer, val = partial(self.optimizer, lr=rate), str(self.folder / "val.jsonl") if points else None
+        optimizer, val = (
+            partial(self.optimizer, lr=rate),
+            str(self.folder / "val.jsonl") if points else None,
+        )
         module = PolicyModule(str(policy), task, loss, optimizer, LocalSampler(), threads=1)
         trajectories = TrajectoryDataModule(
             train=str(data), val=val, val_samples=2, sampling=task.sampling, batch_size=64,
@@ -143,20 +192,33 @@ class Experiment:
         whole, rest = divmod(int(trainer.num_training_batches), int(trainer.val_check_batch or 1))
         if points and rest and trained is not None:  # updates follow the last validation
             trainer.validate(module, trajectories, verbose=False)
-        curve = [{name: row[f"val/{name}"] for name in ("pass@1", "invalid")} for row in rows if "val/pass@1" in row]
+        curve = [
+            {name: row[f"val/{name}"] for name in ("pass@1", "invalid")}
+            for row in rows
+            if "val/pass@1" in row
+        ]
         if points and trained is None:
             curve += [DIVERGED] * (1 + epochs * whole + (rest > 0) - len(curve))
         truncated = "weight/positives_truncated", "weight/negatives_truncated"
         logged = {name: [row[name] for row in rows if name in row] for name in truncated}
         share = float((trajectories.reward > 0).mean())
-        found = {"curve": curve, "logged": logged, "steps": module.global_step, "positive_share": share}
-        return trained, found | {"train_cpu_s": sum(clock[: len(clock) // 2 * 2])}  # one may not have ended
+        found = {
+            "curve": curve,
+            "logged": logged,
+            "steps": module.global_step,
+            "positive_share": share,
+        }
+        return trained, found | {
+            "train_cpu_s": sum(clock[: len(clock) // 2 * 2])
+        }  # one may not have ended
 
     def measure(self, policy: Policy | None, split: str, samples: int) -> dict[str, Any]:
         """pass@1, maj@samples and invalid of each problem; None stands for a policy that has diverged."""
         problems = self.task.problems(self.folder / f"{split}.jsonl")
         if policy is None:
             return {"result": {name: [value] * len(problems) for name, value in DIVERGED.items()}}
-        values = per_problem(sample(policy, self.task, problems, samples, derived_seed(self.seed, 7)))
+        values = per_problem(
+            sample(policy, self.task, problems, samples, derived_seed(self.seed, 7))
+        )
         columns = zip(DIVERGED, ("pass@1", f"maj@{samples}", "invalid"), strict=True)
         return {"result": {name: values[column].round(6).tolist() for name, column in columns}}

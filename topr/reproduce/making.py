@@ -21,7 +21,11 @@ from topr.tasks.task import Problem, Task
 from topr.trajectories import Trajectory
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
-DIRECT, MISSING, WRONG = 0.20, 0.12, 0.10  # rates of critiques without steps, of those without verdict, of wrong digits
+DIRECT, MISSING, WRONG = (
+    0.20,
+    0.12,
+    0.10,
+)  # rates of critiques without steps, of those without verdict, of wrong digits
 
 
 def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
@@ -47,7 +51,11 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
 
 
 def imitate(
-    policy: Policy, demonstrations: Iterator[tuple[str, str, bool]], steps: int, lr: float = 3e-3, batch_size: int = 96
+    policy: Policy,
+    demonstrations: Iterator[tuple[str, str, bool]],
+    steps: int,
+    lr: float = 3e-3,
+    batch_size: int = 96,
 ) -> None:
     """Supervised training in place, on prompts, responses, and whether each response ends.
     It stops after the first third of a cosine schedule, so that there is room to improve."""
@@ -69,19 +77,30 @@ def imitate(
             print(f"base policy: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
 
 
-def sample(policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> list[Trajectory]:
+def sample(
+    policy: Policy, task: Task, problems: list[Problem], n: int, seed: int
+) -> list[Trajectory]:
     """n graded responses to each problem."""
     return sample_and_grade(LocalSampler(), policy, task, problems, n, task.sampling, seed)
 
 
-def sample_to(path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int) -> None:
+def sample_to(
+    path: Path, policy: Policy, task: Task, problems: list[Problem], n: int, seed: int
+) -> None:
     """Write n graded and scored responses to each problem."""
     job = SamplingJob(policy.name, task, problems, n, task.sampling, seed)
     job.sample_part(path, problems, LocalSampler(), policy)
 
 
 def make(
-    task: Arithmetic, out: Path, seed: int, steps: list[int], lr: list[float], batch_size: int, samples: int, **n: int
+    task: Arithmetic,
+    out: Path,
+    seed: int,
+    steps: list[int],
+    lr: list[float],
+    batch_size: int,
+    samples: int,
+    **n: int,
 ) -> None:
     """Write a base policy, n problems of train, val and test, and `samples` graded, scored trajectories of each train
     problem (0: no such file) under `out`. The policy is trained in stages: `steps` updates of `batch_size`
@@ -89,17 +108,31 @@ def make(
     splits = {}
     for i, split in enumerate(("train", "val", "test"), start=1):
         splits[split] = task.distinct(split, n[split], np.random.default_rng([seed, i]))
-        rows = [{"id": problem.id, "prompt": problem.prompt, "gold": problem.gold} for problem in splits[split]]
+        rows = [
+            {"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}
+            for problem in splits[split]
+        ]
         write_text(out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, 0])
-    policy = make_policy(make_tokenizer(task.filler.symbols + task.filler.separators if task.filler else ""))
-    demonstrations = ((prompt, *task.demonstration(prompt, task.errors, rng)) for prompt in task.base(rng))
+    policy = make_policy(
+        make_tokenizer(task.filler.symbols + task.filler.separators if task.filler else "")
+    )
+    demonstrations = (
+        (prompt, *task.demonstration(prompt, task.errors, rng)) for prompt in task.base(rng)
+    )
     for number, rate in zip(steps, lr, strict=True):
         imitate(policy, demonstrations, number, rate, batch_size)
     export_policy(policy, out / "base")
     if samples:
-        sample_to(out / "train.parquet", load_policy(str(out / "base")), task, splits["train"], samples, seed)
+        sample_to(
+            out / "train.parquet",
+            load_policy(str(out / "base")),
+            task,
+            splits["train"],
+            samples,
+            seed,
+        )
 
 
 def critique(correct: str, solution: str, is_correct: bool, rng: np.random.Generator) -> str:

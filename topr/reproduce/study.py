@@ -35,10 +35,14 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "data" / "arithmetic"
 Results = list[dict[str, Any]]  # of one run, a result for each seed
 Rows = dict[str, dict[str, Any]]  # of a table: a summary over seeds for each metric
-Gains = dict[str, dict[float, list[float]]]  # pass@1 on validation minus the start's, by label, rate and tuning seed
+Gains = dict[
+    str, dict[float, list[float]]
+]  # pass@1 on validation minus the start's, by label, rate and tuning seed
 START = "before training"
 FIRST_TUNING_SEED = 101  # no other result is of the seeds that choose learning rates
-SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("settings.yaml").read_text()
+)
 
 
 class Claim(NamedTuple):
@@ -94,7 +98,9 @@ def rows(runs: dict[str, Results], *labels: str) -> Rows:
 
 def differences(runs: dict[str, Results], *pairs: tuple[str, str]) -> Rows:
     """Every metric of one run minus another's, paired by seed."""
-    return {f"{one} minus {two}": row(by_seed(runs[one]) - by_seed(runs[two])) for one, two in pairs}
+    return {
+        f"{one} minus {two}": row(by_seed(runs[one]) - by_seed(runs[two])) for one, two in pairs
+    }
 
 
 def best(gains: dict[float, list[float]]) -> float:
@@ -111,8 +117,16 @@ def digest(*values: Any) -> str:
 @cache
 def code_digest(package: Path = ROOT / "topr") -> str:
     """Digest of library versions and all code, whatever its comments, but for what chooses jobs and reports results."""
-    paths = sorted(path for path in package.rglob("*.py") if path.stem not in ("__main__", "claims", "study", "report"))
-    return digest(version("torch"), version("transformers"), [ast.dump(ast.parse(p.read_text())) for p in paths])
+    paths = sorted(
+        path
+        for path in package.rglob("*.py")
+        if path.stem not in ("__main__", "claims", "study", "report")
+    )
+    return digest(
+        version("torch"),
+        version("transformers"),
+        [ast.dump(ast.parse(p.read_text())) for p in paths],
+    )
 
 
 class Study:
@@ -123,19 +137,28 @@ class Study:
     def __init__(self, out: Path, workers: int, setting: SimpleNamespace, seeds: list[int]):
         self.workers, self.setting, self.seeds = workers, setting, seeds
         self.task = configured(ROOT / setting.config) if setting.config else Arithmetic()
-        self.folder = out / digest(code_digest(), str(vars(self.task)), setting.optimizer, setting.base)
+        self.folder = out / digest(
+            code_digest(), str(vars(self.task)), setting.optimizer, setting.base
+        )
         self.used: dict[Path, dict[str, Any]] = {}  # results by file
 
-    def run(self, experiment: Callable, runs: dict[str, dict], seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
+    def run(
+        self, experiment: Callable, runs: dict[str, dict], seeds: list[int]
+    ) -> dict[str, list[dict[str, Any]]]:
         """The results of a method of `Experiment` with the arguments of each run, for every seed; by label."""
-        if self.setting.base and experiment is not Experiment.make_base:  # all others start from its results
+        if (
+            self.setting.base and experiment is not Experiment.make_base
+        ):  # all others start from its results
             self.run(Experiment.make_base, {"base policy": self.setting.base}, seeds)
         files = {
-            (label, seed): self.folder / f"results/{digest(experiment.__name__, seed, runs[label])}.json"
+            (label, seed): self.folder
+            / f"results/{digest(experiment.__name__, seed, runs[label])}.json"
             for label, seed in product(runs, seeds)
         }
         missing = {file: cell for cell, file in files.items() if not file.exists()}
-        parallel = joblib.Parallel(self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent)
+        parallel = joblib.Parallel(
+            self.workers, "loky", return_as="generator_unordered", initializer=die_with_parent
+        )
         calls, optimizer = [], getattr(torch.optim, self.setting.optimizer)
         for file, (label, seed) in missing.items():
             base = self.folder / "bases" / str(seed) if self.setting.base else SHIPPED
@@ -143,7 +166,9 @@ class Study:
             calls.append(joblib.delayed(perform)(experiment, job, label, runs[label], file))
         for i, line in enumerate(parallel(calls), 1):
             print(f"[{i}/{len(missing)}] {line}", flush=True)
-        self.used |= {file: json.loads(file.read_text()) for file in files.values() if file not in self.used}
+        self.used |= {
+            file: json.loads(file.read_text()) for file in files.values() if file not in self.used
+        }
         return {label: [self.used[files[label, seed]] for seed in seeds] for label in runs}
 
     def provenance(self) -> dict[str, Any]:
@@ -155,17 +180,29 @@ class Study:
     def train(self, runs: dict[str, dict], samples: int) -> dict[str, Results]:
         """The base policies, and trainings from them, on the test problems."""
         test, runs = {"split": "test", "samples": samples}, {START: {"loss": None}} | runs
-        return self.run(Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds)
+        return self.run(
+            Experiment.train, {label: run | test for label, run in runs.items()}, self.seeds
+        )
 
     def tune(self, runs: dict[str, dict], experiment: Callable = Experiment.train) -> Gains:
         """What pass@1 on validation gains, on each tuning seed, at each learning rate of the grid."""
         seeds = [FIRST_TUNING_SEED + i for i in range(self.setting.tuning_seeds)]
         given, rates = {"split": "val", "samples": 4}, self.setting.rates
-        start = by_seed(self.run(Experiment.train, {START: given | {"loss": None}}, seeds)[START])["pass@1"]
-        cells = {f"grid, {name}, rate {rate:g}": given | runs[name] | {"rate": rate} for name in runs for rate in rates}
+        start = by_seed(self.run(Experiment.train, {START: given | {"loss": None}}, seeds)[START])[
+            "pass@1"
+        ]
+        cells = {
+            f"grid, {name}, rate {rate:g}": given | runs[name] | {"rate": rate}
+            for name in runs
+            for rate in rates
+        }
         ends = iter(self.run(experiment, cells, seeds).values())
-        gains = {name: {rate: by_seed(next(ends))["pass@1"] - start for rate in rates} for name in runs}
-        return {name: {rate: gains[name][rate].round(5).tolist() for rate in rates} for name in runs}
+        gains = {
+            name: {rate: by_seed(next(ends))["pass@1"] - start for rate in rates} for name in runs
+        }
+        return {
+            name: {rate: gains[name][rate].round(5).tolist() for rate in rates} for name in runs
+        }
 
     def method(self, name: str) -> dict[str, Any]:
         """A method's training, on the data as sampled."""
@@ -174,8 +211,13 @@ class Study:
 
     def tuned(self, names: list[str]) -> tuple[dict[str, dict], Gains]:
         """The methods' trainings, each at its own rate, with curves; and what decided the rates."""
-        grid, curve = self.tune({name: self.method(name) for name in names}), {"points": self.setting.points}
-        return {name: self.method(name) | curve | {"rate": best(grid[name])} for name in names}, grid
+        grid, curve = (
+            self.tune({name: self.method(name) for name in names}),
+            {"points": self.setting.points},
+        )
+        return {
+            name: self.method(name) | curve | {"rate": best(grid[name])} for name in names
+        }, grid
 
     @cached_property
     def methods(self) -> tuple[dict[str, Results], Gains]:
@@ -186,7 +228,9 @@ class Study:
         return self.train(more | runs, self.setting.samples), grid
 
 
-def perform(experiment: Callable, job: Experiment, label: str, arguments: dict[str, Any], file: Path) -> str:
+def perform(
+    experiment: Callable, job: Experiment, label: str, arguments: dict[str, Any], file: Path
+) -> str:
     """Run a job with one thread and without output, and write its result; the progress line."""
     torch.set_num_threads(1)  # as fast as more for policies of this size
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -5,14 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type, restricted_string_type
+from jsonargparse.typing import (
+    NonNegativeInt,
+    PositiveInt,
+    restricted_number_type,
+    restricted_string_type,
+)
 
 from topr.distributed import Progress
 from topr.policy import Policy
 
 Ids = list[int]
 # lower temperatures overflow the logits
-Temperature: Any = restricted_number_type("Temperature", float, [("==", 0), (">=", 1e-4)], join="or")
+Temperature: Any = restricted_number_type(
+    "Temperature", float, [("==", 0), (">=", 1e-4)], join="or"
+)
 TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
 Stop: Any = restricted_string_type("Stop", "(?s).+")
 
@@ -46,7 +53,13 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(
-        self, policy: Policy, prompts: list[Ids], n: int, sampling: Sampling, seed: int, numbers: Sequence[int] = ()
+        self,
+        policy: Policy,
+        prompts: list[Ids],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        numbers: Sequence[int] = (),
     ) -> list[list[Response]]:
         """n responses to each prompt; global random generators keep their states. `numbers` are those of the prompts
         in a larger whole (0, 1, … by default): a response depends on the seed, its prompt's number and its own place
@@ -56,13 +69,17 @@ class Sampler(ABC):
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
     """The test for the end of a response: an end token, a complete stop string, or max_new_tokens."""
     ends, stop, tokenizer = policy.end_tokens, sampling.stop, policy.tokenizer
-    window = max((len(text.encode()) for text in stop), default=0) + 4  # tokens; one may hold a single byte
+    window = (
+        max((len(text.encode()) for text in stop), default=0) + 4
+    )  # tokens; one may hold a single byte
 
     def ended(ids: Ids) -> bool:
         if ids[-1] in ends or len(ids) == sampling.max_new_tokens:
             return True
         # the whole text decides; it is decoded only if its end contains a stop string
-        return bool(stop) and all(any(text in tokenizer.decode(part) for text in stop) for part in (ids[-window:], ids))
+        return bool(stop) and all(
+            any(text in tokenizer.decode(part) for text in stop) for part in (ids[-window:], ids)
+        )
 
     return ended
 

@@ -53,12 +53,16 @@ class LocalSampler(Sampler):
         shape = n, sampling.max_new_tokens
         jobs = (
             (prompt, list(map(Draft, empty, np.random.default_rng([seed, number]).random(shape))))
-            for prompt, empty, number in sorted(numbered, key=lambda job: -len(job[0]))  # see `Rows.prefill`
+            for prompt, empty, number in sorted(
+                numbered, key=lambda job: -len(job[0])
+            )  # see `Rows.prefill`
         )
         model: Any = policy.model
         training, configured, ends = model.training, model.generation_config, policy.end_tokens
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)  # unlike Mamba's
+        plain = all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
+        )  # unlike Mamba's
         model.eval()
         try:
             if plain and not model._is_stateful and model._supports_logits_to_keep():
@@ -75,15 +79,28 @@ class LocalSampler(Sampler):
 class Rows:
     """Responses decoded side by side, by a model whose cache contains keys and values only."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, rows: int | None, responses: int, progress: Progress):
+    def __init__(
+        self,
+        policy: Policy,
+        sampling: Sampling,
+        rows: int | None,
+        responses: int,
+        progress: Progress,
+    ):
         self.model, self.device, self.progress = policy.model, policy.device, progress
         self.sampling, self.ended = sampling, end_of_response(policy, sampling)
         self.given = rows is not None
-        self.tokens = rows or MOST_ROWS  # of prompts that are computed at once; a step computes one a row
-        self.drafts: list[Draft | None] = [None] * min(self.tokens, responses)  # None: the row is free
+        self.tokens = (
+            rows or MOST_ROWS
+        )  # of prompts that are computed at once; a step computes one a row
+        self.drafts: list[Draft | None] = [None] * min(
+            self.tokens, responses
+        )  # None: the row is free
         self.starts = [0] * len(self.drafts)  # first column of each row
         self.cache: Any = None
-        self.first = self.cursor = self.columns = 0  # first column of any row, column to write next, end of the buffers
+        self.first = self.cursor = self.columns = (
+            0  # first column of any row, column to write next, end of the buffers
+        )
 
     def decode(self, jobs: Iterator[tuple[Ids, list[Draft]]]) -> None:
         """Extend the empty drafts of each prompt; no prompt may be longer than those before."""
@@ -105,9 +122,13 @@ class Rows:
         batch = [first, *islice(jobs, max(0, self.tokens // len(first[0]) - 1))]
         prompts = [prompt for prompt, _ in batch]
         ids_PL, mask_PL = _pad_left(prompts, self.device)
-        self.prompts: Any = DynamicCache()  # without the config, whose sliding windows would drop columns
+        self.prompts: Any = (
+            DynamicCache()
+        )  # without the config, whose sliding windows would drop columns
         self.lengths, self.width = [len(prompt) for prompt in prompts], ids_PL.shape[1]
-        self.logits_PV = self._forward(ids_PL, mask_PL, (mask_PL.cumsum(-1) - 1).clamp(min=0), self.prompts)
+        self.logits_PV = self._forward(
+            ids_PL, mask_PL, (mask_PL.cumsum(-1) - 1).clamp(min=0), self.prompts
+        )
         if self.cache is None:
             self.cursor, self.starts = self.width, [self.width] * len(self.drafts)
             self.cache = Cache(layers=[Layer(self, layer) for layer in self.prompts.layers])
@@ -118,14 +139,22 @@ class Rows:
         """The rows that fit into the free memory when each is as long as it may become."""
         columns = 1.25 * (self.width + self.sampling.max_new_tokens)  # see `_resize`
         size = self.cache.layers[0].keys.element_size()
-        token = size * sum(p.keys[0, :, 0].numel() + p.values[0, :, 0].numel() for p in self.prompts.layers)
+        token = size * sum(
+            p.keys[0, :, 0].numel() + p.values[0, :, 0].numel() for p in self.prompts.layers
+        )
         row = token * columns + 16 * self.logits_PV.shape[1]  # scores, sorted and summed
-        free = math.inf if self.given else free_memory(self.device)  # beside the weights that autocast has copied
-        return int(min(len(self.drafts), max(1, 0.8 * free / row)))  # a fifth for the layers' own tensors
+        free = (
+            math.inf if self.given else free_memory(self.device)
+        )  # beside the weights that autocast has copied
+        return int(
+            min(len(self.drafts), max(1, 0.8 * free / row))
+        )  # a fifth for the layers' own tensors
 
     def start(self, started: dict[int, tuple[int, Draft]]) -> Tensor:
         """Start in each row the response to a prompt of the last `prefill`; logits_RV of the first tokens."""
-        index_R, index_P = _copy([[row, prompt] for row, (prompt, _) in started.items()], self.device).T
+        index_R, index_P = _copy(
+            [[row, prompt] for row, (prompt, _) in started.items()], self.device
+        ).T
         columns = slice(self.cursor - self.width, self.cursor)
         for layer, prompts in zip(self.cache.layers, self.prompts.layers, strict=True):
             layer.keys[index_R, :, columns] = prompts.keys[index_P].to(layer.keys.dtype)
@@ -137,13 +166,17 @@ class Rows:
     def step(self) -> Tensor:
         """Compute the newest token of every row; logits_RV of the next ones."""
         taken = [row for row, draft in enumerate(self.drafts) if draft is not None]
-        if self.cursor == self.columns or len(taken) < 0.75 * len(self.drafts):  # not at once: it copies the buffers
+        if self.cursor == self.columns or len(taken) < 0.75 * len(
+            self.drafts
+        ):  # not at once: it copies the buffers
             self._resize(taken)
         self.first = min(self.starts)
         newest = [draft.ids[-1] if draft else 0 for draft in self.drafts]
         token_R, start_R = _copy([newest, self.starts], self.device)
         mask_RC = torch.arange(self.first, self.cursor + 1, device=self.device) >= start_R[:, None]
-        logits_RV = self._forward(token_R[:, None], mask_RC, (self.cursor - start_R)[:, None], self.cache)
+        logits_RV = self._forward(
+            token_R[:, None], mask_RC, (self.cursor - start_R)[:, None], self.cache
+        )
         self.cursor += 1
         return logits_RV
 
@@ -159,12 +192,22 @@ class Rows:
                 if self.ended(draft.ids):
                     ended += 1
                     self.drafts[row] = None
-                    self.starts[row] = self.cursor  # the positions of a free row must not exceed the model's
+                    self.starts[row] = (
+                        self.cursor
+                    )  # the positions of a free row must not exceed the model's
         self.progress.advance(ended, len(drafts) - drafts.count(None))
 
-    def _forward(self, ids_RL: Tensor, mask_RC: Tensor, position_RL: Tensor, cache: Cache) -> Tensor:
-        inputs = {"input_ids": ids_RL, "attention_mask": mask_RC.long(), "position_ids": position_RL}
-        return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    def _forward(
+        self, ids_RL: Tensor, mask_RC: Tensor, position_RL: Tensor, cache: Cache
+    ) -> Tensor:
+        inputs = {
+            "input_ids": ids_RL,
+            "attention_mask": mask_RC.long(),
+            "position_ids": position_RL,
+        }
+        return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+            :, -1
+        ]
 
     def _resize(self, rows: list[int]) -> None:
         """Keep only these rows, and the columns that they or the next prompts use; make room for more columns."""
@@ -194,7 +237,9 @@ class Layer(DynamicLayer):
         self.keys: Any = prompts.keys[repeat, :, :0].to(dtype)
         self.values: Any = prompts.values[repeat, :, :0].to(dtype)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         first, cursor = self.rows.first, self.rows.cursor
         self.keys[:, :, cursor : cursor + 1] = key_states
         self.values[:, :, cursor : cursor + 1] = value_states
@@ -211,7 +256,9 @@ def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling)
     scores_RV, token_RV = logits_RV.float() / sampling.temperature, None
     vocabulary = scores_RV.shape[1]
     if 0 < sampling.top_k < vocabulary or sampling.top_p < 1:
-        scores_RV, token_RV = scores_RV.topk(min(sampling.top_k or vocabulary, vocabulary))  # likeliest first
+        scores_RV, token_RV = scores_RV.topk(
+            min(sampling.top_k or vocabulary, vocabulary)
+        )  # likeliest first
     share_RV = scores_RV.softmax(-1)
     if sampling.top_p < 1:
         share_RV = share_RV.masked_fill(share_RV.cumsum(-1) - share_RV >= sampling.top_p, 0.0)
@@ -236,17 +283,31 @@ def _copy(numbers: Sequence, device: torch.device) -> Tensor:
 
 def _pad_left(prompts: list[Ids], device: torch.device) -> tuple[Tensor, ...]:
     rows = [torch.tensor([ids, [1] * len(ids)]).T for ids in prompts]
-    return pad_sequence(rows, batch_first=True, padding_side="left").to(device, non_blocking=True).unbind(-1)
+    return (
+        pad_sequence(rows, batch_first=True, padding_side="left")
+        .to(device, non_blocking=True)
+        .unbind(-1)
+    )
 
 
-def _decode_together(sampler: LocalSampler, policy: Policy, jobs: Iterable, sampling: Sampling) -> None:
+def _decode_together(
+    sampler: LocalSampler, policy: Policy, jobs: Iterable, sampling: Sampling
+) -> None:
     """Extend the empty drafts by transformers' `generate`, which waits for the longest of each batch."""
     model: Any = policy.model
-    ended, pairs = end_of_response(policy, sampling), ((prompt, draft) for prompt, drafts in jobs for draft in drafts)
-    warnings.warn(f"{type(model).__name__} caches more than keys and values: its rows are not refilled", stacklevel=2)
+    ended, pairs = (
+        end_of_response(policy, sampling),
+        ((prompt, draft) for prompt, drafts in jobs for draft in drafts),
+    )
+    warnings.warn(
+        f"{type(model).__name__} caches more than keys and values: its rows are not refilled",
+        stacklevel=2,
+    )
 
     def draw(ids_RL: Tensor, logits_RV: Tensor) -> Tensor:
-        token_R = sample_tokens(logits_RV, [draft.draws[ids_RL.shape[1] - width] for _, draft in batch], sampling)
+        token_R = sample_tokens(
+            logits_RV, [draft.draws[ids_RL.shape[1] - width] for _, draft in batch], sampling
+        )
         return torch.full_like(logits_RV, -torch.inf).scatter(1, token_R[:, None], 0.0)
 
     def stop(ids_RL: Tensor, _) -> Tensor:
@@ -254,7 +315,9 @@ def _decode_together(sampler: LocalSampler, policy: Policy, jobs: Iterable, samp
         return torch.tensor(done, device=ids_RL.device)
 
     # instead of the model's own, which `sample` restores
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=sampling.max_new_tokens
+    )
     # synced_gpus: every rank has all weights, so ranks with fewer prompts must not wait for the others
     options: Any = {"logits_processor": [draw], "stopping_criteria": [stop], "synced_gpus": False}
     while not stop_requested.is_set() and (batch := list(islice(pairs, sampler.rows or MOST_ROWS))):

@@ -38,8 +38,15 @@ class ServerSampler(Sampler):
     ):
         self.urls = [url] if isinstance(url, str) else url
         if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
-            raise InputError(f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1")
-        self.model, self.concurrency, self.timeout, self.retries = model, concurrency, timeout, retries
+            raise InputError(
+                f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1"
+            )
+        self.model, self.concurrency, self.timeout, self.retries = (
+            model,
+            concurrency,
+            timeout,
+            retries,
+        )
         self.exchanges_text = flavour == "openai"
         self.usable = False  # whether any response was usable
 
@@ -47,10 +54,16 @@ class ServerSampler(Sampler):
         import openai  # not at the top: it takes half a second
 
         if self.exchanges_text and (sampling.top_k or sampling.stop):
-            raise InputError("flavour openai needs data.sampling.top_k 0 and stop []; set them, or use vllm or sglang")
+            raise InputError(
+                "flavour openai needs data.sampling.top_k 0 and stop []; set them, or use vllm or sglang"
+            )
         numbers = numbers or range(len(prompts))
-        words = [np.random.SeedSequence((seed, number)).generate_state(n) >> 1 for number in numbers]  # 31 bits
-        requests = [(prompt, int(word)) for prompt, row in zip(prompts, words, strict=True) for word in row]
+        words = [
+            np.random.SeedSequence((seed, number)).generate_state(n) >> 1 for number in numbers
+        ]  # 31 bits
+        requests = [
+            (prompt, int(word)) for prompt, row in zip(prompts, words, strict=True) for word in row
+        ]
         try:
             results = asyncio.run(self._request(policy, requests, sampling))
         except openai.APIError as error:
@@ -66,16 +79,30 @@ class ServerSampler(Sampler):
             if not self.usable:
                 raise InputError(message)
             warnings.warn(message, stacklevel=2)
-        return [[found for found in results[i * n : (i + 1) * n] if found] for i in range(len(prompts))]
+        return [
+            [found for found in results[i * n : (i + 1) * n] if found] for i in range(len(prompts))
+        ]
 
-    async def _request(self, policy: Policy, requests: list, sampling: Sampling) -> list[Response | None]:
+    async def _request(
+        self, policy: Policy, requests: list, sampling: Sampling
+    ) -> list[Response | None]:
         """A response to each (prompt, seed); None if its token ids are not certain."""
         import openai
 
-        options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+        options: dict[str, Any] = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+        }
         options |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        if not self.exchanges_text:  # fields of vLLM and SGLang, whose defaults may come from the model
-            body = {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+        if (
+            not self.exchanges_text
+        ):  # fields of vLLM and SGLang, whose defaults may come from the model
+            body = {
+                "top_k": sampling.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "min_tokens": 0,
+            }
             body |= {"ignore_eos": False, "skip_special_tokens": False, "return_token_ids": True}
             options["extra_body"] = body | {"stop_token_ids": sorted(policy.end_tokens)}
             options["stop"] = sampling.stop
@@ -86,27 +113,45 @@ class ServerSampler(Sampler):
             if (encoded := _to_text(policy, prompt) if self.exchanges_text else prompt) is None:
                 return None
             client, model = await slots.get()
-            completion = await client.completions.create(model=model, prompt=encoded, seed=seed, **options)
+            completion = await client.completions.create(
+                model=model, prompt=encoded, seed=seed, **options
+            )
             slots.put_nowait((client, model))
             try:
                 choice, usage = completion.choices[0], completion.usage
                 ids: Any = _from_text(policy, choice) if self.exchanges_text else choice.token_ids
-                certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids))
+                certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (
+                    len(prompt),
+                    len(ids),
+                )
             except (AttributeError, IndexError, TypeError) as error:
                 remedy = "use vLLM, SGLang or flavour openai"
-                raise InputError(f"{client.base_url} answers without choices, usage or token ids; {remedy}") from error
+                raise InputError(
+                    f"{client.base_url} answers without choices, usage or token ids; {remedy}"
+                ) from error
             length = first_end(ids, ended) if certain else None
             self.progress.advance(1, length or 0)
             return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
 
         async with openai.DefaultAsyncHttpxClient() as http:
             timeout, servers = openai.Timeout(self.timeout, connect=30.0), []
-            settings: Any = {"api_key": "none", "max_retries": self.retries, "timeout": timeout, "http_client": http}
+            settings: Any = {
+                "api_key": "none",
+                "max_retries": self.retries,
+                "timeout": timeout,
+                "http_client": http,
+            }
             for url in self.urls:
                 client = openai.AsyncOpenAI(base_url=url, **settings)
-                names = [self.model] if self.model else [model.id async for model in client.models.list()]
+                names = (
+                    [self.model]
+                    if self.model
+                    else [model.id async for model in client.models.list()]
+                )
                 if len(names) != 1:
-                    raise InputError(f"{url} lists the models {names}; choose one by model.sampler.init_args.model")
+                    raise InputError(
+                        f"{url} lists the models {names}; choose one by model.sampler.init_args.model"
+                    )
                 servers.append((client, names[0]))
             for k in range(self.concurrency):
                 slots.put_nowait(servers[k % len(servers)])
@@ -115,7 +160,9 @@ class ServerSampler(Sampler):
 
 def _to_text(policy: Policy, prompt: Ids) -> str | None:
     """The text that a server's tokenizer turns into these ids; None if there is none."""
-    text = policy.tokenizer.decode(prompt[len(policy.tokenizer("")["input_ids"]) :])  # without special tokens
+    text = policy.tokenizer.decode(
+        prompt[len(policy.tokenizer("")["input_ids"]) :]
+    )  # without special tokens
     return text if policy.tokenizer(text)["input_ids"] == prompt else None
 
 

@@ -34,7 +34,9 @@ class Bug:
         """The wrong result of a step; None if the step is not affected."""
         tens = APPLY[symbol](value % 10, operand % 10) // 10
         affected = symbol == self.operator and self.operands[0] <= operand <= self.operands[1]
-        return APPLY[symbol](value, operand) - 10 * tens if affected and value >= 10 and tens else None
+        return (
+            APPLY[symbol](value, operand) - 10 * tens if affected and value >= 10 and tens else None
+        )
 
 
 @dataclass
@@ -79,14 +81,20 @@ class Arithmetic(Task):
     operands: tuple[int, int] = (1, 9)  # smallest and largest operand
     largest: int = 99  # bound on intermediate values, which are never negative
     operators: str = "++-*"  # drawn uniformly; a repeated one is as many times more likely
-    weights: list[float] | None = None  # of each number of operations, from the smallest; equal by default
+    weights: list[float] | None = (
+        None  # of each number of operations, from the smallest; equal by default
+    )
     filler: Filler | None = None  # random wording of the demonstrations
     errors: Errors = field(default_factory=Errors)  # mistakes of the demonstrations
 
     def __post_init__(self) -> None:
         digits = len(str(self.largest))
-        step = 2 * digits + len(str(self.operands[1])) + 3 + (self.filler.length if self.filler else 0)
-        longest = self.operations[1] * step + digits + 6  # a little more than the longest correct response
+        step = (
+            2 * digits + len(str(self.operands[1])) + 3 + (self.filler.length if self.filler else 0)
+        )
+        longest = (
+            self.operations[1] * step + digits + 6
+        )  # a little more than the longest correct response
         self.sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest)
 
     def grade(self, response: str, gold: str) -> Grade:
@@ -102,14 +110,21 @@ class Arithmetic(Task):
             value = int(rng.choice(operands))
             prompt = str(value)
             for _ in range(rng.choice(counts, p=shares)):
-                steps = [(s, n) for s in self.operators for n in operands if 0 <= APPLY[s](value, n) <= self.largest]
+                steps = [
+                    (s, n)
+                    for s in self.operators
+                    for n in operands
+                    if 0 <= APPLY[s](value, n) <= self.largest
+                ]
                 if not steps:
                     break
                 symbol, operand = steps[rng.integers(len(steps))]
                 prompt, value = f"{prompt}{symbol}{operand}", APPLY[symbol](value, operand)
             else:
                 return Problem(prompt + ">", prompt + ">", str(value))
-        raise InputError(f"{self} admits no problem; widen operations, operands, operators or largest")
+        raise InputError(
+            f"{self} admits no problem; widen operations, operands, operators or largest"
+        )
 
     def distinct(self, split: str, count: int, rng: np.random.Generator) -> list[Problem]:
         """`count` different problems of a split (train, val, test or base); an InputError if it has too few."""
@@ -120,7 +135,9 @@ class Arithmetic(Task):
             problem = self.draw(rng)
             if split_of(problem.prompt) == split:
                 found.setdefault(problem.prompt, problem)
-        raise InputError(f"Arithmetic: too few problems for {count} in the {split} split; widen the settings")
+        raise InputError(
+            f"Arithmetic: too few problems for {count} in the {split} split; widen the settings"
+        )
 
     def base(self, rng: np.random.Generator) -> Iterator[str]:
         """Endless prompts of the base split."""
@@ -128,7 +145,9 @@ class Arithmetic(Task):
             if split_of(prompt := self.draw(rng).prompt) == "base":
                 yield prompt
 
-    def demonstration(self, prompt: str, errors: Errors, rng: np.random.Generator) -> tuple[str, bool]:
+    def demonstration(
+        self, prompt: str, errors: Errors, rng: np.random.Generator
+    ) -> tuple[str, bool]:
         """An imperfect solution, and whether it ends; an endless one is cut at the length limit."""
         first, *rest = re.findall(r"[0-9]+|[-+*]", prompt)
         value, solution = int(first), ""
@@ -192,4 +211,6 @@ def configured(config: Path) -> Arithmetic:
     """The task of an experiment's config."""
     parser = ArgumentParser()
     parser.add_argument("--task", type=Task)
-    return parser.instantiate(parser.parse_object({"task": yaml.safe_load(config.read_text())["model"]["task"]})).task
+    return parser.instantiate(
+        parser.parse_object({"task": yaml.safe_load(config.read_text())["model"]["task"]})
+    ).task

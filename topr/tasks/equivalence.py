@@ -30,7 +30,10 @@ def same(gold: str, answer: str) -> bool:
         return True
     (kind, golds), (answer_kind, answers) = _parts(gold), _parts(answer)
     if kind != answer_kind:
-        coordinates = {kind, answer_kind} == {"()", "list"} and "=" in gold + answer  # (3,4) and x=3, y=4
+        coordinates = {kind, answer_kind} == {
+            "()",
+            "list",
+        } and "=" in gold + answer  # (3,4) and x=3, y=4
         return bool(coordinates or SETS.search(gold + answer)) and _same_formula(gold, answer)
     if kind == "atom":
         return _same_atom(*golds, *answers)
@@ -69,7 +72,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _tokens(text: str) -> tuple[list[str], list[int]]:
     """Commands and characters, and how many brackets are open after each; those of (0,1] and [0,1) match."""
     tokens = re.findall(r"\\[a-zA-Z]+|\\.|.", text)
-    return tokens, list(accumulate((token in CLOSING) - (token in CLOSING.values()) for token in tokens))
+    return tokens, list(
+        accumulate((token in CLOSING) - (token in CLOSING.values()) for token in tokens)
+    )
 
 
 def _split(text: str, *separators: str) -> list[str]:
@@ -90,17 +95,28 @@ def _same_atom(gold: str, answer: str) -> bool:
     elif "=" not in gold:  # 2+3=5, x=5, and x+y=5 are 5; but not 4+2=5, x-3=5, 2x+y=5, x+y=0
         left, *_, value = answer.split("=")
         letters = set(re.findall(LETTER, re.sub(CONSTANT, "", left)))
-        asked = len(letters) > 1 and value != "0" and not re.search(r"\d[a-zA-Z(\\]|(?<!\{)[-+]\d", left)
-        return bool(re.fullmatch(NAME, left) or asked or (not letters and same(gold, left))) and same(gold, value)
+        asked = (
+            len(letters) > 1
+            and value != "0"
+            and not re.search(r"\d[a-zA-Z(\\]|(?<!\{)[-+]\d", left)
+        )
+        return bool(
+            re.fullmatch(NAME, left) or asked or (not letters and same(gold, left))
+        ) and same(gold, value)
     if r"\text" in both or re.search(r"\d:[0-5]\d(?!\d)", gold):  # words, or a time of day
-        words = [re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(" ", "").lower() for text in (gold, answer)]
+        words = [
+            re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(" ", "").lower()
+            for text in (gold, answer)
+        ]
         return words[0].strip(".()").removesuffix("s") == words[1].strip(".()").removesuffix("s")
     if re.search(r"\d_\{", both):
         (digits, _, base), (other, _, other_base) = gold.partition("_"), answer.partition("_")
         return digits == other and other_base in (base or "{10}", "")  # the question names the base
     if "%" in both:
         value, given = gold.replace("%", ""), answer.replace("%", "")
-        hundredth = [rf"\frac{{{v}}}{{100}}" if "%" in t else v for t, v in ((gold, value), (answer, given))]
+        hundredth = [
+            rf"\frac{{{v}}}{{100}}" if "%" in t else v for t, v in ((gold, value), (answer, given))
+        ]
         return same(value, given) or (("%" in gold) != ("%" in answer) and same(*hundredth))
     return _same_formula(gold, answer)
 
@@ -114,10 +130,25 @@ def _same_formula(gold: str, answer: str) -> bool:
     for text in (gold, answer):
         text = re.sub(r"(\d+)\.(\d*)(?:\\overline\{(\d+)\})?", _fraction, text)
         text = re.sub(r"(\d+)\^\{\\circ\}", r"(\1\\cdot\\frac{\\pi}{180})", text)
-        text = re.sub(r"(?<![a-zA-Z\\])i(?![a-zA-Z])", r"(\\sqrt{-1})", text)  # math-verify takes i for a variable
+        text = re.sub(
+            r"(?<![a-zA-Z\\])i(?![a-zA-Z])", r"(\\sqrt{-1})", text
+        )  # math-verify takes i for a variable
         # no extraction of bare numbers: it would read the 5 in any formula that it cannot parse
-        parsed.append(parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
-    return verify(*parsed, float_rounding=12, numeric_precision=30, allow_set_relation_comp=True, timeout_seconds=None)
+        parsed.append(
+            parse(
+                f"${text}$",
+                [LatexExtractionConfig()],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+        )
+    return verify(
+        *parsed,
+        float_rounding=12,
+        numeric_precision=30,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )
 
 
 def _unsolved(text: str) -> bool:

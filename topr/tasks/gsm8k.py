@@ -9,7 +9,15 @@ from jsonargparse.typing import NotEmptyStr
 
 from topr.io import InputError
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade, question_prompt
+from topr.tasks.task import (
+    Grade,
+    Problem,
+    Prompt,
+    Task,
+    after_thinking,
+    exact_grade,
+    question_prompt,
+)
 
 # Sign, currency, thousands with or without commas, ASCII digits only, scale. Not part of a word, sum or mixed number.
 NUMBER = re.compile(
@@ -17,7 +25,15 @@ NUMBER = re.compile(
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)"
     r"(?:\s?(?P<scale>(?i:dozen|hundred|thousand|million|billion)|[kKM])\b(?!&))?(?![½⅓⅔¼¾]|\s?[+*×÷^]\s?(?:\w|$))"
 )
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "k": 1000, "million": 10**6, "m": 10**6, "billion": 10**9}
+SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 1000,
+    "k": 1000,
+    "million": 10**6,
+    "m": 10**6,
+    "billion": 10**9,
+}
 EXACT = Context(prec=500)  # more digits than an answer has
 # What, beside the number #, leaves open which one is meant: a second number ("18 to 20", "4 hours and 30 minutes"), a
 # negation, a bound, a part, an operation, an alternative
@@ -43,16 +59,22 @@ REASON = re.compile(  # or, at the end, "for 3 days", "to read 120 pages"
 class GSM8K(Task):
     """Problems from `openai/gsm8k/main:test` or a file of the same rows, `{"question": …, "answer": "… #### 18"}`."""
 
-    marker: NotEmptyStr = "The answer is"  # a response without this text is invalid (the paper's rule)
+    marker: NotEmptyStr = (
+        "The answer is"  # a response without this text is invalid (the paper's rule)
+    )
     name = "gsm8k"
-    sampling = Sampling(temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"])
+    sampling = Sampling(
+        temperature=1.0, top_k=500, top_p=1.0, max_new_tokens=512, stop=["\nQuestion:"]
+    )
     columns = {"question": (str,), "answer": (str,)}
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
         _, marked, number_text = row["answer"].rpartition("####")
         gold = read_number(number_text) if marked else None
         if gold is None:
-            raise InputError(f"GSM8K: row {index} holds no number after '####' in its answer; add one")
+            raise InputError(
+                f"GSM8K: row {index} holds no number after '####' in its answer; add one"
+            )
         return Problem(str(row.get("id", index)), row["question"], gold)
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
@@ -66,14 +88,20 @@ class GSM8K(Task):
 
 def read_number(text: str) -> str | None:
     """The one number of the first sentence, in plain decimal notation; the 8 of `5 + 3 = 8`; None: none or several."""
-    text = re.sub(r"\s*(?:=|\b(?:is|equals)\b)\s*", " = ", MARKUP.sub("", text[:400]).lstrip(" \t\n:"))
+    text = re.sub(
+        r"\s*(?:=|\b(?:is|equals)\b)\s*", " = ", MARKUP.sub("", text[:400]).lstrip(" \t\n:")
+    )
     sentence = REASON.sub(r"\1", ASIDE.sub("", re.split(r"\n|[.!?](?:\s|$)", text)[0]))
     for clause in re.split(r"\bwhich\s(?:=|makes|gives|means)(?!.*=)", sentence):
         several = re.search(r"=[^=\d]*\d[^=]*?(?:[,;]\s|\band\b)[^=]*=", clause)  # x = 5, y = 8
         for side in [] if several else reversed(clause.split("=")):
             found = NUMBER.search(side)
             if found and not OPEN.search(f"{side[: found.start()]}#{side[found.end() :]}"):
-                scale = SCALES.get((found["scale"] or "").lower(), 1) * (-1 if found["sign"] or found["inner"] else 1)
-                value = EXACT.normalize(EXACT.multiply(Decimal(found["digits"].replace(",", "")), scale))
+                scale = SCALES.get((found["scale"] or "").lower(), 1) * (
+                    -1 if found["sign"] or found["inner"] else 1
+                )
+                value = EXACT.normalize(
+                    EXACT.multiply(Decimal(found["digits"].replace(",", "")), scale)
+                )
                 return f"{value:f}" if value else "0"
     return None

@@ -12,12 +12,16 @@ from topr.sampling import Sampling
 from topr.trajectories.file import load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
-Prompt = str | list[dict[str, str]]  # text that the policy continues, or chat messages that it answers
+Prompt = (
+    str | list[dict[str, str]]
+)  # text that the policy continues, or chat messages that it answers
 
 
 class Grade(NamedTuple):
     reward: float  # +1 correct, -1 incorrect
-    valid: bool | None  # whether the response holds a readable answer; None: the grader gave up, and the reward is -1
+    valid: (
+        bool | None
+    )  # whether the response holds a readable answer; None: the grader gave up, and the reward is -1
     answer: str | None  # the answer in canonical form, equal for equal answers; None if invalid
 
 
@@ -40,7 +44,10 @@ class Task(ABC):
     name = "task"
     requires_end = False  # whether a response that the length limit cut off is invalid
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
-    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}  # required in each row of problems
+    columns: dict[str, tuple[type, ...]] = {
+        "prompt": (str,),
+        "gold": (str,),
+    }  # required in each row of problems
     optional: dict[str, tuple[type, ...]] = {"id": (str, int)}  # columns that may be absent
 
     def problems(self, source: str | Path) -> list[Problem]:
@@ -52,7 +59,9 @@ class Task(ABC):
             raise InputError(f"{source}: {error}") from error
         ids = [problem.id for problem in problems]
         if len(set(ids)) < len(ids):
-            raise InputError(f"{source}: several problems have the id {max(ids, key=ids.count)!r}; make ids unique")
+            raise InputError(
+                f"{source}: several problems have the id {max(ids, key=ids.count)!r}; make ids unique"
+            )
         return problems
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
@@ -73,7 +82,10 @@ def question_prompt(task: str, question: str, tokenizer: Any, marker: str = "") 
     instruction = PROMPTS[task]["instruction"].replace("{marker}", marker)
     if tokenizer.chat_template is not None:
         return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
-    shown = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in PROMPTS[task]["examples"])
+    shown = "".join(
+        f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
+        for row in PROMPTS[task]["examples"]
+    )
     return f"{instruction}\n\n{shown.replace('{marker}', marker)}Question: {question}\nAnswer:"
 
 

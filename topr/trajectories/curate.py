@@ -35,8 +35,12 @@ class Curation:
     def __post_init__(self):
         given = {name for name in ("budget", "share", "total") if getattr(self, name) is not None}
         if given not in ([{"share"}, {"share", "total"}] if self.way == "share" else [{"budget"}]):
-            expected = "--share, and --total if you like" if self.way == "share" else "--budget alone"
-            raise InputError(f"{self.way} takes {expected}; found {', '.join(sorted(given)) or 'none'}")
+            expected = (
+                "--share, and --total if you like" if self.way == "share" else "--budget alone"
+            )
+            raise InputError(
+                f"{self.way} takes {expected}; found {', '.join(sorted(given)) or 'none'}"
+            )
 
     def keep(self, reward: np.ndarray, group: np.ndarray) -> np.ndarray:
         """The sorted numbers of the rows to keep, from reward and group of each (arXiv:2503.14286, section 4.4)."""
@@ -60,7 +64,9 @@ class Curation:
             right, wrong = round(negatives * p / (1 - p)), negatives
         if not (0 < right <= positives and 0 < wrong <= negatives):
             found = f"{right:,} of {positives:,} positives and {wrong:,} of {negatives:,} negatives"
-            raise InputError(f"--share {p:g} would take {found}; it must be able to take one of each at least")
+            raise InputError(
+                f"--share {p:g} would take {found}; it must be able to take one of each at least"
+            )
         return np.sort(np.r_[rng.permutation(correct)[:right], rng.permutation(incorrect)[:wrong]])
 
 
@@ -76,7 +82,9 @@ def figures(reward: np.ndarray, group: np.ndarray) -> dict[str, Any]:
     }
 
 
-def curate(files: list[str], out: str | Path, curation: Curation, iteration: NonNegativeInt | None = None) -> dict:
+def curate(
+    files: list[str], out: str | Path, curation: Curation, iteration: NonNegativeInt | None = None
+) -> dict:
     """Write the rows to keep of trajectory files, read as one set, to one file, and return figures before and after;
     the metadata is what all files agree on, with the figures in its `sampling`.
 
@@ -87,15 +95,28 @@ def curate(files: list[str], out: str | Path, curation: Curation, iteration: Non
     import pyarrow.dataset as ds  # imports pandas
 
     found = [read_metadata(file) for file in files]
-    tokenizers = {entry["tokenizer"]: file for file, entry in zip(files, found, strict=True) if entry["tokenizer"]}
+    tokenizers = {
+        entry["tokenizer"]: file
+        for file, entry in zip(files, found, strict=True)
+        if entry["tokenizer"]
+    }
     if len(tokenizers) > 1:
-        raise InputError(f"{' and '.join(tokenizers.values())} have different tokenizers; curate them one by one")
+        raise InputError(
+            f"{' and '.join(tokenizers.values())} have different tokenizers; curate them one by one"
+        )
     metadata = agreed(found) | {"tokenizer": next(iter(tokenizers), None)}
-    if not {"policy", "precision"} <= metadata.keys():  # whether log mu fits a policy depends on both
+    if (
+        not {"policy", "precision"} <= metadata.keys()
+    ):  # whether log mu fits a policy depends on both
         metadata |= {"policy": None, "precision": None}
     sampling = agreed([entry["sampling"] or {} for entry in found])
-    rows = pa.concat_tables(table.select(["reward", "group"]) for file in files for table in batches(file))
-    reward, group = rows["reward"].to_numpy(), np.unique(rows["group"].to_numpy(), return_inverse=True)[1]
+    rows = pa.concat_tables(
+        table.select(["reward", "group"]) for file in files for table in batches(file)
+    )
+    reward, group = (
+        rows["reward"].to_numpy(),
+        np.unique(rows["group"].to_numpy(), return_inverse=True)[1],
+    )
     kept = curation.keep(reward, group)
     done = {name: value for name, value in asdict(curation).items() if value is not None}
     done |= {"before": figures(reward, group), "after": figures(reward[kept], group[kept])}

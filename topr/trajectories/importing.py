@@ -20,7 +20,12 @@ FORMATS = [  # keys of the prompt (absent where the responses start with it), re
     ("input", "output", "reward"),  # OpenRLHF, openrlhf/cli/batch_inference.py, --eval_task rm
     ("input", "output", "score"),  # verl, verl/trainer/ppo/ray_trainer.py, _dump_generations
 ]
-OPTIONAL: Types = {"prompt_id": (str, int), "group": (str, int), "finished": (bool,), "valid": (bool,)}
+OPTIONAL: Types = {
+    "prompt_id": (str, int),
+    "group": (str, int),
+    "finished": (bool,),
+    "valid": (bool,),
+}
 OPTIONAL |= dict.fromkeys(("answer", "gold"), (str, int, float))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 DUMP = "dumps of OpenRLHF and verl do not mark responses that were cut off, and verl's prompts lack special tokens"
@@ -28,7 +33,11 @@ Precision = Literal["32-true", "bf16-mixed"]
 
 
 def import_files(
-    files: list[str], policy: str, out: str, microbatch_tokens: PositiveInt = 16384, precision: Precision = "32-true"
+    files: list[str],
+    policy: str,
+    out: str,
+    microbatch_tokens: PositiveInt = 16384,
+    precision: Precision = "32-true",
 ) -> tuple[int, int]:
     """Tokenise files in one of `FORMATS` and score log mu; returns how many responses were left out as too long, and
     how many pairs because their responses are equal. A text prompt gets special tokens, chat messages the tokenizer's
@@ -63,29 +72,45 @@ def import_files(
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
         message = f"no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)"
-        raise InputError(f"{', '.join(files)}: {message}; left out as pairs of equal responses: {equal:,}")
+        raise InputError(
+            f"{', '.join(files)}: {message}; left out as pairs of equal responses: {equal:,}"
+        )
     unknown = {empty.tokenizer.unk_token_id} - {None, *empty.end_tokens}  # GPT-2's is its end token
     tokens = [token for t in kept for token in t.response_ids]
     if (share := sum(token in unknown for token in tokens) / len(tokens)) > 0.01:
         message = f"{share:.1%} of the response tokens are unknown to the tokenizer"
-        warnings.warn(f"{message}; --policy must be the policy that sampled the responses", stacklevel=2)
+        warnings.warn(
+            f"{message}; --policy must be the policy that sampled the responses", stacklevel=2
+        )
     with own_device():
         model = load_policy(policy)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
-    write_trajectories(out, kept, provenance(policy, precision, sampling={"unknown_tokens": sorted(unknown)}))
+    write_trajectories(
+        out, kept, provenance(policy, precision, sampling={"unknown_tokens": sorted(unknown)})
+    )
     return len(trajectories) - len(kept), equal
 
 
-def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]) -> list[Trajectory]:
+def _trajectories(
+    row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]
+) -> list[Trajectory]:
     from topr.policy import encode, encode_prompt
 
     row = {key: value for key, value in row.items() if value is not None}
-    if {"input", "output", "score"} <= row.keys():  # verl; validation dumps hold a `reward` beside the score
+    if {
+        "input",
+        "output",
+        "score",
+    } <= row.keys():  # verl; validation dumps hold a `reward` beside the score
         row["gold"] = row.pop("gts", row.get("gold"))
         row.pop("reward", None)
     graded: dict[str, Any] = {"valid": row.get("valid")}
-    graded |= {name: str(row[name]) for name in ("answer", "gold") if isinstance(row.get(name), OPTIONAL[name])}
+    graded |= {
+        name: str(row[name])
+        for name in ("answer", "gold")
+        if isinstance(row.get(name), OPTIONAL[name])
+    }
     trajectories = []
     for prompt, response, reward in _exchanges(row):
         text, prompt_ids = encode_prompt(prompt, tokenizer)
@@ -95,17 +120,25 @@ def _trajectories(row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: se
             while ends & set(response_ids[:-1]) and not tokenizer.decode(response_ids[-1]).strip():
                 response_ids.pop()  # the line break that a template writes after a turn, which was not sampled
         else:
-            response, response_ids, graded["sampled"] = _turns(prompt, response, tokenizer, ends, finished)
+            response, response_ids, graded["sampled"] = _turns(
+                prompt, response, tokenizer, ends, finished
+            )
         if not prompt_ids or not (response_ids or finished):
             raise InputError(f"the {'response' if prompt_ids else 'prompt'} is empty; drop the row")
         if max(prompt_ids + response_ids) >= vocabulary:
-            raise InputError(f"the tokenizer gives ids beyond the model's vocabulary of {vocabulary}; use its own")
+            raise InputError(
+                f"the tokenizer gives ids beyond the model's vocabulary of {vocabulary}; use its own"
+            )
         if finished and not ends & set(response_ids[-1:]):
             response_ids.append(tokenizer.eos_token_id)
         # a hash of the text: a prompt has the same id in every file
-        prompt_id = str(row.get("prompt_id", f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:12]}"))
+        prompt_id = str(
+            row.get("prompt_id", f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+        )
         names = prompt_id, str(row.get("group", prompt_id)), text
-        trajectories.append(Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded))
+        trajectories.append(
+            Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded)
+        )
     if trajectories[0].prompt != trajectories[-1].prompt:
         raise InputError("chosen and rejected must differ in their last message alone")
     return trajectories
@@ -123,14 +156,24 @@ def _turns(
     for message in answers:
         messages.append(message)
         if message["role"] == "assistant":
-            before, after = render_prompt(messages[:-1], tokenizer), render_prompt(messages, tokenizer, answered=True)
+            before, after = (
+                render_prompt(messages[:-1], tokenizer),
+                render_prompt(messages, tokenizer, answered=True),
+            )
             if not (before.startswith(text) and after.startswith(before)):
                 reason = "the chat template writes earlier turns anew when others follow"
-                raise InputError(f"{reason}; give each assistant message a row of its own, with prompt and response")
-            between, turn = (encode(t, tokenizer, special=False) for t in (before[len(text) :], after[len(before) :]))
+                raise InputError(
+                    f"{reason}; give each assistant message a row of its own, with prompt and response"
+                )
+            between, turn = (
+                encode(t, tokenizer, special=False)
+                for t in (before[len(text) :], after[len(before) :])
+            )
             end = next((i for i, token in enumerate(turn, 1) if token in ends), None)
             if end is None:
-                raise InputError("the chat template ends an assistant message without an end token; use another")
+                raise InputError(
+                    "the chat template ends an assistant message without an end token; use another"
+                )
             ids += between + turn
             sampled += [False] * len(between) + [True] * end + [False] * (len(turn) - end)
             text = after
@@ -167,19 +210,29 @@ def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | li
         if prompt is None or not isinstance(response, str):
             *before, answer = messages = _messages(response, key)
             roles, text = [message["role"] for message in messages], answer.get("content")
-            if key == "messages" and roles[-1] == "assistant" and ("assistant" in roles[:-1] or text is None):
+            if (
+                key == "messages"
+                and roles[-1] == "assistant"
+                and ("assistant" in roles[:-1] or text is None)
+            ):
                 first = roles.index("assistant")
                 yield _messages(messages[:first], "prompt"), messages[first:], reward
                 continue
-            if prompt is None or prompt in [message.get("content") for message in before]:  # it repeats the question
+            if prompt is None or prompt in [
+                message.get("content") for message in before
+            ]:  # it repeats the question
                 prompt, before = before, []
             if before or roles[-1] != "assistant" or text is None:
-                raise InputError(f"key {key!r} must end in an assistant message, the only one beside a prompt")
+                raise InputError(
+                    f"key {key!r} must end in an assistant message, the only one beside a prompt"
+                )
             response = text
         if not isinstance(prompt, str):
             prompt = _messages(prompt, "prompt")
             if prompt[-1]["role"] == "assistant":
-                raise InputError("the prompt ends in an assistant message; the response must answer another role")
+                raise InputError(
+                    "the prompt ends in an assistant message; the response must answer another role"
+                )
         yield prompt, response, reward
 
 
@@ -190,7 +243,9 @@ def _split_dialogues(chosen: str, rejected: str) -> dict[str, str]:
     end = len(os.path.commonprefix([chosen, rejected]))
     end -= end == min(len(chosen), len(rejected)) or chosen[end - 1] == " "
     if end < 1:
-        raise InputError("chosen and rejected have no common beginning to be the prompt; give the key prompt")
+        raise InputError(
+            "chosen and rejected have no common beginning to be the prompt; give the key prompt"
+        )
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
