@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from topr.io import InputError
+from topr.settings import Configurable
 
 
-class Advantage(ABC):
+class Advantage(Configurable, ABC):
     """Computes advantages; chosen by `data.advantage`. Any loss takes any advantage."""
 
     @abstractmethod

@@ -1,7 +1,12 @@
-"""Losses on stored trajectories: pure functions of log-probs, chosen by `class_path`.
+"""Losses on stored trajectories: pure functions of log-probs, each one class chosen by `class_path`.
 Not here: advantages, models, loggers, trainers."""
 
-from topr.losses.base import Loss, LossOutput, check_output, sum_tokens
-from topr.losses.policy_gradient import CISPO, OPMD, PPO, RECOneSide, RECRing, RECTwoSide
-from topr.losses.preference import DPO, KTO
-from topr.losses.topr import IS, REINFORCE, TIS, TOPR, PositivesOnly, rho
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    base=["Loss", "LossOutput", "check_output", "sum_tokens"],
+    policy_gradient=["CISPO", "OPMD", "PPO", "RECOneSide", "RECRing", "RECTwoSide"],
+    preference=["DPO", "KTO"],
+    topr=["IS", "REINFORCE", "TIS", "TOPR", "PositivesOnly", "rho"],
+)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from topr.io import InputError
+from topr.settings import Configurable
 
 
 class LossOutput(NamedTuple):
@@ -26,7 +27,7 @@ class LossOutput(NamedTuple):
     truncated_B: Tensor  # 1 where the ratio is truncated or masked; of token ratios the share
 
 
-class Loss(ABC):
+class Loss(Configurable, ABC):
     """A loss on stored trajectories.
 
     `batching` says what must lie in one batch: `trajectories` in any order, or `pairs` of a
