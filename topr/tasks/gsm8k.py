@@ -18,11 +18,9 @@ from topr.tasks.task import (
     question_prompt,
 )
 
-# A sign ("18-20" holds none), a dollar sign, thousands with or without commas, a decimal part.
+# A sign (none in "18-20"), a dollar sign, thousands with or without commas, a decimal part.
 # ASCII digits only: `\d` also matches other scripts.
-NUMBER = re.compile(
-    r"(?:(?<!\w)[-−])?\$?[-−]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+"
-)
+NUMBER = re.compile(r"(?:(?<!\w)[-−])?(?:\$[-−]?)?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)")
 SENTENCE_END = re.compile(r"\n|[.!?](?![0-9])")
 EXACT = Context(prec=1000)  # more digits than a response holds
 

@@ -1,9 +1,9 @@
 r"""Competition mathematics (MATH): the answer is in the last `\boxed{…}` of a response.
 
-The field's usual rule: answers are brought into a normal form, which drops units, the percent and
-the degree sign. Equal strings are right; otherwise math-verify decides, in a child process
-(`equivalence.py`) that can be killed, because sympy can hang, or fill the memory, on ten characters.
-The child is a plain interpreter: multiprocessing would import the caller's main program, torch
+The field's usual rule: both answers are brought into a normal form, which drops units, percent and
+degree signs. Equal strings are right. Otherwise math-verify decides, in the child process
+`equivalence.py`, because sympy can hang, or fill the memory, on an answer of ten characters. The
+child is a plain interpreter: multiprocessing would import the caller's main program, torch
 included, or fork its CUDA context.
 """
 
@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -24,38 +25,41 @@ LONGEST = 400  # characters of an answer
 # -P: this folder's math.py would hide Python's
 COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("equivalence.py"))]
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<open>\{)|(?P<bare>[\w.]+))|\\.|[{}]", re.DOTALL)
-
-CHARACTERS = str.maketrans(
-    {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "−": "-", "·": r"\cdot ", "×": r"\cdot "}
-)
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[\w.]+))")
+CHARACTERS = str.maketrans({"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "−": "-"})
 # Words that change the value of an answer, unlike a unit.
-CHANGES_VALUE = (
-    r"\b(?:and|or|not?|more|less|than|half|halves|dozen|hundred|thousand|\w+illion|squared|cubed)\b"
-)
-# An expression and its replacement, in the order in which they are applied.
+CHANGES = r"\b(?:and|or|not?|more|less|than|half|dozen|hundred|thousand|\w+illion)\b"
+
+# Each rule is an expression and its replacement. The order matters.
 SPELLING = [
+    # Layout: sizes, spaces, dollar and percent signs, the end of a line or sentence.
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|newline)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+", " "),
     (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$", ""),
+    # One name for each command.
     (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\times(?![a-zA-Z])", r"\\cdot"),
+    (r"\\(?:math|text)(?:rm|bf|it)?(?= ?\{)|\\mbox(?= ?\{)", r"\\text"),
+    # Degrees are units.
     (r"\^ ?\{? ?\\(?:circ|degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", " "),
-    (r"\\(?:math|text)(?:rm|bf|it|tt)?(?= ?\{)|\\mbox(?= ?\{)", r"\\text"),
-    (rf"\\text ?\{{([^{{}}]*(?:\d|{CHANGES_VALUE})[^{{}}]*)\}}", r" \1 "),
+    # Text that is not a unit.
+    (rf"\\text ?\{{([^{{}}]*(?:\d|{CHANGES})[^{{}}]*)\}}", r" \1 "),
 ]
-# Where the answer is not words: a unit is text, or a word of three letters, at the end.
+# A unit ends an answer: text, or a word of three letters, with a power.
 UNIT = re.compile(
-    rf"(?<=[^\s,({{]) *(?:[/ ]*(?:\\text ?\{{[^{{}}]*\}}|(?<![a-zA-Z\\])(?!{CHANGES_VALUE})[a-zA-Z]{{3,}})"
-    r"(?:\^ ?\{?\d\}?)?)+$"
+    r"(?<=[^\s,({]) *(?:[/ ]*(?:\\text ?\{[^{}]*\}"
+    rf"|(?<![a-zA-Z\\])(?!{CHANGES})[a-zA-Z]{{3,}})(?:\^ ?\{{?\d\}}?)?)+$"
 )
+# Where the answer is not words.
 FORMULA = [
-    (r",? *(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
-    (r"(?<![a-zA-Z\\])(pi|infty|sqrt)(?![a-zA-Z])", r"\\\1 "),
-    (r"^[a-zA-Z] *\\in(?![a-zA-Z])", ""),
-    (r"\{,\}|;", ","),
+    # Lists: "1 and 2", "1; 2", and the set {1, 2}.
+    (r",? *(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\{,\}|;", ","),
     (r"^\\\{(.+)\\\}$", r"\1"),
+    (r"^[a-zA-Z] *\\in(?![a-zA-Z])", ""),
+    # Commands without a backslash, parentheses as braces.
+    (r"(?<![a-zA-Z\\])(pi|infty|sqrt)(?![a-zA-Z])", r"\\\1 "),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
+    # Numbers: 1/2, 1 1/2, 10 000, .5
     (r"(^-?|\d )(\d+) ?/ ?(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d) (?=\d{3}(?!\d))", ""),
     (r"(?<![\d.])\.(?=\d)", "0."),
@@ -66,14 +70,9 @@ FORMULA = [
     # A space means something after a command, as in `\pi r`, and between digits.
     (r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<=\d)( ) *(?=\d)| ", r"\1\2"),
 ]
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-# Not compared: Python's operators, digits of other scripts, and what takes long to compute: large
-# factorials and factorials of factorials, large powers, towers such as 9^{9^9} (but not 2^{2^5}).
-COSTLY = re.compile(
-    r"\*\*|__|(?![0-9])\d"
-    r"|\d{4}[)}\]]*!|![)}\]]*!|\^\{-?\d{5}|\\binom\{\d{5}"
-    r"|\^\{[^{}]*\^\{[^{}]*\^|\d[)}\]]*\^\{\d+\^\{(?:[6-9]|\d\d)"
-)
+# Not compared, because they take long to compute: Python's operators, large factorials and
+# factorials of factorials, large powers, towers such as 9^{9^9}. Nor are digits of other scripts.
+COSTLY = re.compile(r"\*\*|__|(?![0-9])\d|\d{4}\W*!|!\W*!|\^\{-?\d{5}|\d\W*\^\{\d+\^")
 
 
 class MATH(Task):
@@ -87,7 +86,7 @@ class MATH(Task):
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
         gold = row.get("answer") or last_box(row.get("solution") or "")
-        if gold is None:
+        if not gold:
             raise ValueError(
                 rf"row {index} has neither an answer nor a solution with a \boxed{{}}; add one"
             )
@@ -99,15 +98,14 @@ class MATH(Task):
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last complete box means the same as the gold.
 
-        Invalid without a box or with more than 400 characters in it. Answers that are costly to
-        compute are wrong. `valid` is None if the comparison took too long or failed. The canonical
-        answer is the normal form, for a correct answer that of the gold, so that they vote together.
+        Invalid without such a box. Answers that are costly to compute are wrong. `valid` is None if
+        the comparison took too long or failed. The canonical answer is the normal form, for a
+        correct answer that of the gold, so that correct answers vote together.
         """
-        box = last_box(after_thinking(response))
-        if not box or len(box) > LONGEST:
-            return Grade(-1.0, False, None)
-        answer = normal_form(box)
         right = normal_form(gold)
+        answer = normal_form(last_box(after_thinking(response)) or "")
+        if not answer:
+            return Grade(-1.0, False, None)
         try:
             correct = answer == right or (not COSTLY.search(answer) and judge.same(right, answer))
         except TimeoutError:
@@ -116,20 +114,19 @@ class MATH(Task):
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5`. None: no such box."""
-    last = None
-    content = None
-    opened = []
-    for token in BOX.finditer(text):
-        if token["bare"]:
-            last, content = token, token["bare"]
-        elif token["open"] or token[0] == "{":
-            opened.append(token)
-        elif token[0] == "}" and opened:
-            start = opened.pop()
-            if start["open"] and (last is None or start.start() > last.start()):
-                last, content = start, text[start.end() : token.start()]
-    return content
+    r"""Content of the last complete `\boxed{…}`, `\fbox{…}` or `\boxed 5`. None: no such box.
+
+    A box of more than `LONGEST` characters does not count, which keeps the search linear."""
+    for box in reversed(list(BOX.finditer(text))):
+        if box["bare"]:
+            return box["bare"]
+        inside = text[box.end() : box.end() + LONGEST + 1]
+        depth = 1
+        for brace in re.finditer(r"\\.|[{}]", inside):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return inside[: brace.start()]
+    return None
 
 
 def normal_form(text: str) -> str:
@@ -139,24 +136,23 @@ def normal_form(text: str) -> str:
     for pattern, replacement in SPELLING:
         text = re.sub(pattern, replacement, text).strip()
     words = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).strip(" .()")
-    if re.fullmatch(r"[a-zA-Z]", words):
-        return words  # a choice, such as (C)
-    if re.fullmatch(r"[a-zA-Z][a-zA-Z ']*", words) and (words != text or len(words) > 3):
+    if re.fullmatch("[a-zA-Z]", words):  # a choice, such as (C)
+        return words
+    if re.fullmatch("[a-zA-Z ']{3,}", words) or (words != text and words.isalpha()):
         return rf"\text{{{' '.join(words.lower().split())}}}"
     text = UNIT.sub("", text)
     for pattern, replacement in FORMULA:
         text = re.sub(pattern, replacement, text)
-    if not re.search(r"[(\[{]", text):  # in (1,234) the comma separates coordinates
-        text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    if re.fullmatch(r"([a-z]=)?-?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
     return text
 
 
 class Judge:
     """Compares answers in a child process, which it starts when needed."""
 
-    def __init__(self) -> None:
-        self.child: Popen | None = None
-        self.lock = threading.Lock()  # threads must not read each other's replies
+    child: Popen | None = None
+    lock = threading.Lock()  # threads must not read each other's replies
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 (there is one judge)
     def same(self, gold: str, answer: str) -> bool:
@@ -164,26 +160,23 @@ class Judge:
 
         Raises:
             TimeoutError: the comparison took too long or failed.
+            RuntimeError: the child process cannot start.
         """
         with self.lock:
-            reply = self._ask(json.dumps([gold, answer, SECONDS]))
-        if reply in ("", "null\n"):
+            if self.child is None or self.child.poll() is not None:
+                # in a new session, because Ctrl-C must not reach the child
+                self.child = Popen(
+                    COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True
+                )
+            with suppress(BrokenPipeError):  # the child has ended; the reply is then empty
+                self.child.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
+            reply = self.child.stdout.readline()
+            # A signal, such as its alarm, makes the exit code negative.
+            if not reply and self.child.wait() > 0:
+                raise RuntimeError("math-verify cannot be imported; install requirements.txt")
+        if reply in (b"", b"null\n"):
             raise TimeoutError
         return json.loads(reply)
-
-    def _ask(self, question: str) -> str:
-        """The child's reply, empty if it ended."""
-        if self.child is None or self.child.poll() is not None:
-            # in a new session, because Ctrl-C must not reach the child
-            self.child = Popen(COMMAND, stdin=PIPE, stdout=PIPE, text=True, start_new_session=True)
-        try:
-            print(question, file=self.child.stdin, flush=True)
-        except BrokenPipeError:
-            return ""
-        reply = self.child.stdout.readline()
-        if not reply and self.child.wait() > 0:  # a signal, such as its alarm, makes it negative
-            raise RuntimeError("math-verify cannot be imported; install requirements.txt")
-        return reply
 
 
 judge = Judge()

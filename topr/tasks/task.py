@@ -9,7 +9,7 @@ import yaml
 
 from topr.io import InputError, explained
 from topr.sampling import Sampling
-from topr.trajectories.file import load_rows
+from topr.trajectories.file import Types, load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
@@ -31,8 +31,7 @@ class Grade(NamedTuple):
 
 def exact_grade(answer: str | None, gold: str) -> Grade:
     """+1 if the answer equals the gold, else -1; invalid if there is no answer."""
-    reward = 1.0 if answer == gold else -1.0
-    return Grade(reward, answer is not None, answer)
+    return Grade(1.0 if answer == gold else -1.0, answer is not None, answer)
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Task(ABC):
     requires_end = False  # whether a response that the length limit cut off is invalid
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
     # Columns of the problem file and their types. Optional ones may be absent.
-    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
-    optional: dict[str, tuple[type, ...]] = {"id": (str, int)}
+    columns: Types = {"prompt": (str,), "gold": (str,)}
+    optional: Types = {"id": (str, int)}
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
@@ -85,7 +84,7 @@ class Task(ABC):
         Must never execute model output."""
 
     def grade_leniently(self, response: str, gold: str) -> Grade | None:
-        """A second grade by a looser rule, reported as `lenient`. None: the task has no such rule."""
+        """A second grade by a looser rule, reported as `lenient`; None: there is no such rule."""
         return None
 
 

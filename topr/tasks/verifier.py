@@ -54,7 +54,9 @@ class Verifier(Task):
         for problem in problems:
             by_verdict.setdefault(problem.gold, []).append(problem)
         if len(by_verdict) < 2:
-            raise InputError(f"{source}: every solution is {problems[0].gold}; sample more solutions")
+            raise InputError(
+                f"{source}: every solution is {problems[0].gold}; sample more solutions"
+            )
         count = min(map(len, by_verdict.values()))
         rng = random.Random(0)
         kept: set[str] = set()
@@ -95,7 +97,9 @@ class Verifier(Task):
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without a verdict."""
         text = re.sub("[*_`]", "", after_thinking(response))
-        found = re.match(rf"(?s:.*){self.marker}\s*(.*)", text)  # the rest of the last marker's line
+        found = re.match(
+            rf"(?s:.*){self.marker}\s*(.*)", text
+        )  # the rest of the last marker's line
         verdict = found[1].strip(" .!").lower() if found else None
         return exact_grade(verdict if verdict in self.verdicts else None, gold)
 
