@@ -38,10 +38,8 @@ def test_the_last_marker_counts_case_and_thoughts_matter():
     assert grade("The answer is 5. No: The answer is 18.", "18").reward == 1
     assert grade("The answer is 18. No: The answer is 5.", "18").reward == -1
     assert grade("the answer is 18", "18") == INVALID
-    assert grade("18", "18") == INVALID
     assert grade("<think>The answer is 18</think> Twenty.", "18") == INVALID
     assert grade("<think>The answer is 5</think> The answer is 18", "18").reward == 1
-    assert GSM8K(marker="A:").grade("A: 18", "18").reward == 1
 
 
 def test_the_lenient_grade_is_of_the_last_number_whatever_the_marker():

@@ -25,7 +25,7 @@ LONGEST = 400  # characters of an answer
 # -P: this folder's math.py would hide Python's
 COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("equivalence.py"))]
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[\w.]+))")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{|(?P<bare>[\w.]+))")
 CHARACTERS = str.maketrans({"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "−": "-"})
 # Words that change the value of an answer, unlike a unit.
 CHANGES = r"\b(?:and|or|not?|more|less|than|half|dozen|hundred|thousand|\w+illion)\b"
