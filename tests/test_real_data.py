@@ -119,7 +119,8 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
         assert task.grade(solutions[-1], task.problem(row, 0).gold).reward == 1
     policy = make_llama(tmp_path / "base", [row["question"] for row in rows] + solutions)
     policy.tokenizer.chat_template = CHAT
-    easy = [i for i, row in enumerate(rows) if len(row["question"]) < 110]
+    short = [len(row["question"]) < 110 for row in rows]
+    easy = [i for i, text in enumerate(solutions) if short[i] and len(text) < 130]
     demonstrations = []
     for i in easy:
         prompt = task.prompt(task.problem(rows[i], 0), policy.tokenizer)

@@ -151,7 +151,7 @@ def normal_form(text: str) -> str:
 class Judge:
     """Compares answers in a child process, which it starts when needed."""
 
-    child: Popen | None = None
+    child: Any = None  # a Popen, whose pipes are typed as optional
     lock = threading.Lock()  # threads must not read each other's replies
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 (there is one judge)
