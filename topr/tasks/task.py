@@ -9,7 +9,7 @@ import yaml
 
 from topr.io import InputError
 from topr.sampling import Sampling
-from topr.trajectories.file import load_rows
+from topr.trajectories.rows import load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = (
