@@ -1,4 +1,4 @@
-"""The report on trajectory files against figures computed by hand, samples, and the command inspect."""
+"""The command inspect: the report on trajectory files against figures by hand, samples."""
 
 import math
 
@@ -29,46 +29,30 @@ def example(policy):
 
 
 def test_report_against_a_computation_by_hand(tmp_path, policy):
-    file = str(
-        write(
-            tmp_path / "a.parquet",
-            policy,
-            example(policy),
-            task="t",
-            sampling={"top_k": 9},
-            iteration=2,
-        )
-    )
-    text = report([file])
+    about = {"task": "t", "sampling": {"top_k": 9}, "iteration": 2}
+    text = report([str(write(tmp_path / "a.parquet", policy, example(policy), **about))])
     for line in (
         "task          t",
         "iteration     2",
         "sampling      {'top_k': 9}",
-        "trajectories  7 of 4 prompts in 1 file(s)",
-        "not finished  2 (28.6%)",
-        "invalid       33.3% of 6 graded",
-        # 3 of 7, and 1.5 of the 5 units of |reward|
-        "reward >= 0   42.9%, effective share at baseline 0: 30.0%",
-        # a reward of 0 is a positive
-        "groups        4, 2 with both signs, 1 negative",
-        "log mu        -0.489 per token",
+        "trajectories  7 of 4 prompts",
+        "groups        4, 2 of them with positives and negatives",  # a reward of 0 is positive
     ):
         assert line in text.splitlines()
     table = {row[0]: row[1:] for line in text.splitlines() if (row := line.split())}
-    # mean, standard deviation, min, median, 95%, max
-    assert table["prompt_tokens"] == ["3.286", "1.89", "1", "3", "5.7", "6"]
-    assert table["log_mu"][0] == "-1.607" and table["log_mu"][2:] == [
-        "-3",
-        "-1.5",
-        "-0.325",
-        "-0.25",
-    ]
+    # count, mean, standard deviation, min, median, 95%, max
+    assert table["prompt_tokens"] == ["7", "3.286", "1.89", "1", "3", "5.7", "6"]
+    assert table["positive"][:2] == ["7", "0.4286"]
+    assert table["finished"][:2] == ["7", "0.7143"]
+    assert table["valid"][:2] == ["6", "0.6667"]  # one was not graded
+    # six of -0.5, one of -0.25; the token that was not sampled does not count
+    assert table["log_mu_per_token"][1] == "-0.4643" and table["log_mu_per_token"][3] == "-0.5"
 
 
 def test_trajectories_without_verdicts_are_not_counted_as_invalid(tmp_path, policy):
     text = report([str(write(tmp_path / "a.parquet", policy, make_trajectories(policy)))])
-    assert "invalid       not recorded" in text.splitlines()
-    assert "unknown       not recorded" in text.splitlines()
+    table = {row[0]: row[1:] for line in text.splitlines() if (row := line.split())}
+    assert table["valid"][:2] == ["0", "NaN"]
 
 
 def test_several_files_are_read_as_one(tmp_path, policy):
@@ -79,21 +63,8 @@ def test_several_files_are_read_as_one(tmp_path, policy):
         for i in (0, 3, 6)
     ]
     one, several = report([whole]), report(parts)
-    assert several.replace("0 | 3 | 6", "1").replace("3 file(s)", "1 file(s)") == one != several
+    assert several.replace("0 | 3 | 6", "1") == one != several
     assert list(samples(parts, 9)) == list(samples([whole], 9))
-
-
-def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
-    rows, files = example(policy), []
-    for i, sampling in enumerate(({"unknown_tokens": [3]}, {"unknown_tokens": []}, {})):
-        files.append(str(write(tmp_path / f"{i}.parquet", policy, rows, sampling=sampling)))
-    for part, fact in (
-        (files[:1], "100.0% of the"),
-        (files[1:2], "0.0% of the"),
-        (files[:2], "50.0% of the"),
-    ):
-        assert f"unknown       {fact} response tokens" in report(part).splitlines()
-    assert "unknown       not recorded" in report(files).splitlines()
 
 
 def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):
@@ -116,7 +87,7 @@ def test_inspect_prints_report_and_samples(run, tmp_path, policy):
         write(tmp_path / f"{name}.parquet", policy, example(policy))
     code, out, err = run(main, "inspect", "?.parquet")
     assert (code, err) == (0, "")
-    assert "trajectories  14 of 4 prompts in 2 file(s)" in out
+    assert "trajectories  14 of 4 prompts" in out
     assert out.count("--- positive") == out.count("--- negative") == 1
     code, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
     assert code == 0 and "---" not in out and "14 of 4" in out

@@ -9,7 +9,7 @@ import yaml
 
 from topr.io import InputError, explained
 from topr.sampling import Sampling
-from topr.trajectories.file import Types, load_rows
+from topr.trajectories.rows import Types, load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
