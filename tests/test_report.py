@@ -1,8 +1,6 @@
 """The report on trajectory files against figures computed by hand, samples, and `inspect`."""
 
-import math
-
-from conftest import make_trajectories, rejected, write
+from conftest import make_trajectories, write
 
 from topr.trajectories.__main__ import main, report, samples
 
@@ -57,6 +55,14 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
     assert table["log_mu"][2:] == ["-3", "-1.5", "-0.325", "-0.25"]
 
 
+def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
+    files = []
+    for i, unknown in enumerate(([3], [])):
+        about = {"sampling": {"unknown_tokens": unknown}}
+        files.append(str(write(tmp_path / f"{i}.parquet", policy, example(policy), **about)))
+    assert "unknown       50.0% of the response tokens" in report(files)
+
+
 def test_several_files_are_read_as_one(tmp_path, policy):
     rows = example(policy)
     whole = [str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))]
@@ -66,16 +72,6 @@ def test_several_files_are_read_as_one(tmp_path, policy):
     expected = report(whole).replace("iteration     1", "iteration     0 | 3 | 6")
     assert report(parts) == expected.replace("1 file(s)", "3 file(s)")
     assert list(samples(parts, 9)) == list(samples(whole, 9))
-
-
-def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
-    files = []
-    for i, unknown in enumerate(([3], [])):
-        path = tmp_path / f"{i}.parquet"
-        sampling = {"unknown_tokens": unknown}
-        files.append(str(write(path, policy, example(policy), sampling=sampling)))
-    assert "unknown       100.0% of the response tokens" in report(files[:1])
-    assert "unknown       50.0% of the response tokens" in report(files)
 
 
 def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):
@@ -101,13 +97,3 @@ def test_inspect_prints_report_and_samples(run, tmp_path, policy):
     assert out.count("--- positive") == out.count("--- negative") == 1
     _, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
     assert "14 of 4" in out and "---" not in out
-
-
-def test_inspect_rejects_what_is_no_trajectory_file(run, tmp_path, policy):
-    rows = example(policy)
-    write(tmp_path / "good.parquet", policy, rows)
-    rows[2].reward = math.nan
-    write(tmp_path / "bad.parquet", policy, rows)
-    rejected(run, "nowhere.parquet", "inspect", "nowhere.parquet", main=main)
-    rejected(run, "row 2 (prompt 'b')", "inspect", "bad.parquet", main=main)
-    assert run(main, "inspect", "good.parquet")[0] == 0

@@ -93,7 +93,7 @@ def draw(path: Path, rows: dict[str, dict[str, Row]], axis: str = "") -> None:
     metrics = metric_names(row for group in rows.values() for row in group.values())
     shares = [metric for metric in metrics if metric != "length"]
     figure = Figure(figsize=(1 + 3.2 * len(shares), 4), layout="constrained")
-    panels = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(shares), sharex=True, sharey=True, squeeze=False)[0]
     for panel, metric in zip(panels, shares, strict=True):
         for number, (series, group) in enumerate(rows.items()):
             found = {place: row[metric] for place, row in group.items() if metric in row}
