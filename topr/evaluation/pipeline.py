@@ -182,7 +182,8 @@ class SamplingJob:
             seed=self.seed,
             numbers=range(start, start + len(problems)),
         )
-        add_log_probs(policy, trajectories, microbatch_tokens)
+        if trajectories:
+            add_log_probs(policy, trajectories, microbatch_tokens)
         return trajectories
 
 
