@@ -38,7 +38,7 @@ from topr.trajectories import write_trajectories
 
 def make_base(
     out: Path,
-    setting: Setting = Setting(),  # noqa: B008
+    setting: Setting = Setting(),
     seed: NonNegativeInt = 0,
     stages: tuple[tuple[PositiveInt, PositiveFloat], ...] = ((1150, 3e-3),),
     batch_size: PositiveInt = 96,
