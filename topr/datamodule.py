@@ -1,65 +1,196 @@
-"""The LightningDataModule: memory-mapped trajectories in the order of the epoch plan, and problems to sample from."""
+"""The LightningDataModule: updates from memory-mapped trajectories, and problems to sample from."""
 
-import math
 from collections import UserList
-from functools import cached_property, lru_cache, partial
-from hashlib import blake2b
-from itertools import groupby
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import from_numpy
+from torch.utils.data import DataLoader, Dataset
 
-from topr.batching import MicroBatches, TrainLoader, epoch_plan, microbatch_count
-from topr.distributed import same_error_on_all_ranks
-from topr.evaluation import SamplingJob, check_prompts
-from topr.io import InputError, check_folder, first_line, lock
-from topr.losses import Loss, advantage_share, positives, silent_groups
-from topr.policy import load_tokenizer, tokenizer_fingerprint, vocabulary_and_context
-from topr.sampling import Sampling
-from topr.tasks import Problem, Task
-from topr.trajectories import SCHEMA, batches, read_metadata
-from topr.trajectories.file import resolve_files
+from topr.advantages import Advantage, Baseline, groups_without_signal, positive_share_of
+from topr.batching import Batching, MicroBatch, Update, epoch_plan, pack, partition
+from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
+from topr.evaluation.pipeline import SamplingJob, check_prompts
+from topr.io import InputError, check_folder, lock
+from topr.sampling.base import Sampling
+from topr.tasks.task import Problem, Task
+from topr.trajectories.training_set import TrainingSet, read_training_set
 
-ProblemBatches = (
-    UserList  # Lightning would shard a DataLoader again, and take a list for several loaders
-)
-TRAINING_COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
-NEEDED = {
-    "fit": ["train"],
-    "validate": ["val"],
-    "test": ["test"],
-    "predict": ["problems", "out"],
-}  # by command
+# the argument that each stage needs
+NEEDED = {"fit": "train", "validate": "val", "test": "test", "predict": "problems"}
+
+
+class ProblemBatch(NamedTuple):
+    """Problems to sample responses to: a batch of validation and test."""
+
+    problems: list[Problem]
+    numbers: list[int]  # of the problems in the whole set: a response depends on its problem's
+    samples: int  # responses per problem
+    sampling: Sampling
+    seed: int
+
+
+class PredictionBatch(NamedTuple):
+    """Problems to sample trajectories for: a batch of prediction."""
+
+    problems: list[Problem]  # none where this rank only keeps the others company
+    job: SamplingJob
+    microbatch_tokens: int  # of the forward that scores log mu
+    path: Path | None  # the file to write, if any
+
+
+class ProblemBatches(UserList):
+    """A loader of this rank's batches. Not a DataLoader (Lightning would shard it again) and not a
+    list (Lightning would treat it as several loaders)."""
+
+
+class EpochPlan(NamedTuple):
+    """What an epoch computes: see `epoch_plan`."""
+
+    batches: list[np.ndarray]
+    advantage: np.ndarray  # of every trajectory, float32
+
+
+class Updates(Dataset):
+    """The updates of one epoch, by number: this rank's share of each.
+
+    Args:
+        unit: neighbours of a batch that stay in one micro-batch: 2 for pairs.
+        padded: whether the policy pads trajectories; see `batching.arrange`.
+    """
+
+    def __init__(
+        self, data: TrainingSet, plan: EpochPlan, microbatch_tokens: int, unit: int, padded: bool
+    ):
+        self.data = data
+        self.plan = plan
+        self.microbatch_tokens = microbatch_tokens
+        self.unit = unit
+        self.padded = padded
+        self.rank = rank()
+        self.ranks = world_size()
+
+    def __len__(self) -> int:
+        return len(self.plan.batches)
+
+    def __getitem__(self, number: int) -> Update:
+        batch = self.plan.batches[number]
+        sizes = self.data.sizes[:, batch]
+        rows = partition(sizes, self.microbatch_tokens, self.ranks, self.unit, self.padded)
+        micro_batches = []
+        for row in rows[self.rank :: self.ranks]:
+            if len(row):
+                micro_batches.append(self.micro_batch(batch[row], real=True))
+            else:  # the ranks of a sharded policy need each other in every forward
+                micro_batches.append(self.micro_batch(batch[rows[0][-self.unit :]], real=False))
+        return Update(micro_batches, len(batch) // self.unit)
+
+    def micro_batch(self, chosen: np.ndarray, real: bool) -> MicroBatch:
+        """The trajectories of these numbers, in one row of tokens."""
+        table = self.data.rows[chosen.tolist()]
+        prompts = table["prompt_ids"].to_numpy()
+        sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
+        tokens = pack(prompts, table["response_ids"].to_numpy(), sampled)
+        ref_log_probs = []
+        scores = table["ref_logprobs"].to_numpy()
+        for prompt, places, log_probs in zip(prompts, tokens.predicting, scores, strict=True):
+            ref_log_probs.append(log_probs[places - len(prompt) + 1])
+        return MicroBatch(
+            tokens=tokens if real else tokens._replace(nominal=0),
+            ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
+            advantage_B=from_numpy(self.plan.advantage[chosen]),
+            reward_B=from_numpy(self.data.reward[chosen]),
+            group_B=from_numpy(self.data.group[chosen]),
+            trajectory_B=from_numpy(chosen),
+            real_B=torch.full((len(chosen),), float(real)),
+        )
+
+
+class UpdateLoader:
+    """Iterates over the updates of an epoch, each computed when it is due.
+
+    Lightning tells it the epoch through `sampler.set_epoch`, and stores its state, the number of
+    updates that were taken, in every checkpoint. Not a DataLoader: Lightning would shard it.
+    """
+
+    def __init__(self, module: "TrajectoryDataModule", epoch: int, padded: bool):
+        self.module = module
+        self.data = module.data
+        self.epoch = epoch
+        self.padded = padded
+        self.start = 0  # updates to skip, after a resumption
+        self.taken = 0  # updates of this epoch
+        self.length = len(module.plan(epoch).batches)
+
+    @property
+    def sampler(self) -> "UpdateLoader":
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        self.start = 0
+        if len(self.module.plan(epoch).batches) != self.length:
+            message = f"epoch {epoch} has {len(self.module.plan(epoch).batches)} updates"
+            remedy = "set Trainer(reload_dataloaders_every_n_epochs=1)"
+            raise InputError(f"{message}, the one before {self.length}; {remedy}")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "updates": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+        self.start = state["updates"]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Update]:
+        updates = self.module.updates(self.epoch, self.padded)
+        self.taken = self.start
+        self.start = 0
+        loader: DataLoader = DataLoader(
+            updates,
+            batch_size=None,
+            sampler=range(self.taken, len(updates)),
+            num_workers=self.module.num_workers,
+            # a DataLoader draws a seed; the global generator must not notice
+            generator=torch.Generator(),
+        )
+        for update in loader:
+            self.taken += 1
+            yield update
 
 
 class TrajectoryDataModule(LightningDataModule):
     """Trajectories to train on, problems to sample from.
 
     Args:
-        policy: folder or hub name; train.py links policy, loss and task from the model section.
-        loss: decides advantages and what a batch must hold.
+        policy: folder or hub name; train.py links it, task and batching from the model section.
         task: reads the problems.
+        batching: what must lie in one batch; see `batching.epoch_plan`. The loss states it.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
         val: problems for validation, JSON lines.
         test: problems for `test`, and for the figures before and after training, JSON lines.
         problems: problems that `predict` samples, JSON lines.
+        advantage: computes advantages from rewards, see `topr.advantages`; by default A = R.
         samples: responses per problem for `predict` and `test`.
         val_samples: responses per problem for validation.
         sampling: sampling parameters.
-        out: folder for the trajectories that `predict` writes.
-        batch_size: trajectories per optimiser step, over all devices.
-        microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its responses in it, unless the
-            policy pads trajectories: then padding counts, too.
-        whole_groups: keep a group's trajectories in one global batch, so that their prompt is computed once. Faster,
-            the more so the shorter the responses, but batches are less varied than those of a plain shuffle.
+        out: folder for the trajectories that `predict` writes; none: they are only returned.
+        batch_size: trajectories per update, over all devices.
+        microbatch_tokens: bound on the tokens of one forward; a prompt counts once for its
+            responses in it, unless the policy pads trajectories: then padding counts, too.
+        whole_groups: keep a group's trajectories in one batch, so that their prompt is computed
+            once. Faster, the more so the shorter the responses, but batches are less varied.
         num_workers: loader processes.
         seed: of the epoch plan and of sampling.
     """
@@ -69,12 +200,13 @@ class TrajectoryDataModule(LightningDataModule):
     def __init__(
         self,
         policy: str,
-        loss: Loss,
         task: Task,
+        batching: Batching = "trajectories",
         train: str | list[str] | None = None,
         val: str | None = None,
         test: str | None = None,
         problems: str | None = None,
+        advantage: Advantage | None = None,
         samples: PositiveInt = 16,
         val_samples: PositiveInt = 4,
         sampling: Sampling = Sampling(),
@@ -86,261 +218,162 @@ class TrajectoryDataModule(LightningDataModule):
         seed: int = 0,
     ):
         super().__init__()
-        self.policy, self.loss, self.task = policy, loss, task
-        self.train, self.val, self.test, self.problems, self.out = train, val, test, problems, out
-        self.samples, self.val_samples, self.sampling, self.seed = (
-            samples,
-            val_samples,
-            sampling,
-            seed,
-        )
-        self.batch_size, self.microbatch_tokens, self.num_workers = (
-            batch_size,
-            microbatch_tokens,
-            num_workers,
-        )
-        if whole_groups and loss.grouping == "pair":
-            raise InputError(
-                f"data.whole_groups is true, but {type(loss).__name__} draws pairs; set it to false"
-            )
-        self.grouping = "group" if whole_groups else loss.grouping
-        self.unit = (
-            2 if loss.grouping == "pair" else 1
-        )  # neighbours of a global batch that share a micro-batch
-        self.padded = False  # whether the policy pads trajectories; `Monitor` sets it
+        if whole_groups and batching == "pairs":
+            raise InputError("data.whole_groups is true, but this loss draws pairs; set it false")
+        self.policy = policy
+        self.task = task
+        self.batching: Batching = "groups" if whole_groups else batching
+        self.train = train
+        self.val = val
+        self.test = test
+        self.problems = problems
+        self.advantage = advantage or Baseline()
+        self.samples = samples
+        self.val_samples = val_samples
+        self.sampling = sampling
+        self.out = out
+        self.batch_size = batch_size
+        self.microbatch_tokens = microbatch_tokens
+        self.num_workers = num_workers
+        self.seed = seed
 
     def setup(self, stage: str) -> None:
-        """Check every file that the command reads before anything is written; all ranks raise the first InputError."""
-        command, trial = self.trainer.state.fn.value, self.trainer.fast_dev_run
-        self.trial = (
-            TemporaryDirectory(prefix=".trial-", dir=self.trainer.default_root_dir)
-            if trial
-            else None
-        )
-        self.__dict__.pop("sampling_job", None)
-        for name in ("advantage", "plan", "microbatches", "read_problems"):  # anew for each command
-            # a cache of the class would keep the trainer, and with it the weights, after this object has gone
-            setattr(self, name, lru_cache(maxsize=2)(partial(getattr(type(self), name), self)))
+        """Check every file that a stage reads before anything is written. All ranks raise the first
+        InputError."""
+        self.few_problems = bool(self.trainer and self.trainer.fast_dev_run)
+        self.read_problems = cache(self._read_problems)
         with same_error_on_all_ranks():
-            for name in NEEDED[command]:
-                if not getattr(self, name):
-                    raise InputError(f"data.{name} is not set; {command} needs it")
-            for split in ("val", "test") if command == "fit" else NEEDED[command][:1]:
-                check_prompts(self.policy, self.task, self.read_problems(split), self.sampling)
-            if command == "predict":
-                check_folder("data.out:", str(self.out))
-                if self.trainer.is_global_zero:
-                    lock(self.output_folder(self.out))
-                self.sampling_job.missing_parts(self.output_folder(self.out))
+            if getattr(self, NEEDED[stage]) is None:
+                raise InputError(f"data.{NEEDED[stage]} is not set; {stage} needs it")
+            for split in ("val", "test") if stage == "fit" else [NEEDED[stage]]:
+                problems = self.read_problems(split)
+                check_prompts(self.policy, self.task, problems, self.sampling)
             if stage == "fit":
-                self._prepare_training()
+                self._setup_training()
+            elif stage == "predict" and self.out is not None:
+                check_folder("data.out:", self.out)
+                if rank() == 0:
+                    lock(self.out)
 
-    def teardown(self, stage: str) -> None:
-        if self.trial is not None:
-            self.trial.cleanup()
+    def _setup_training(self) -> None:
+        """Read the training set, plan the first epoch, and say what the data are like."""
+        longest = self.microbatch_tokens // self.unit
+        self.data = read_training_set(self.train or [], self.policy, longest)
+        self.plan = cache(self._plan)
+        advantage = self.plan(0).advantage
+        check_signs(advantage, self.data.reward)
+        updates = len(self.plan(0).batches)
+        if updates < 10:
+            message = f"an epoch has only {updates} updates"
+            rank_zero_warn(f"{message}; lower data.batch_size, now {self.batch_size}")
+        about = {"mean reward": self.data.reward.mean()}
+        for name, value in self.shares().items():
+            about[name.replace("_", " ")] = value
+        about["groups without gradient"] = groups_without_signal(advantage, self.data.group)
+        about["updates an epoch"] = updates
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in about.items())
+        groups = self.data.group.max() + 1
+        rank_zero_info(f"{len(advantage)} trajectories in {groups} groups: {figures}")
 
-    def output_folder(self, folder: Any) -> Path:
-        """The folder to write to; in a trial run (fast_dev_run) a temporary one in its place."""
-        return Path(self.trial.name if self.trial else folder)
+    @property
+    def unit(self) -> int:
+        """Neighbours of a batch that stay in one micro-batch."""
+        return 2 if self.batching == "pairs" else 1
 
-    def _prepare_training(self) -> None:
-        """Derive lengths, groups and advantages of the whole data set, and plan the first epoch."""
-        table = self.rows.data.table
-        self.reward = table["reward"].to_numpy()
-        lengths = (
-            pc.list_value_length(table[name]).to_numpy() for name in ("prompt_ids", "response_ids")
-        )
-        self.sizes = np.stack(
-            (prompt_index(table["prompt_ids"]), *lengths), dtype=np.int32, casting="same_kind"
-        )
-        # combined first: otherwise each chunk would get a dictionary of its own
-        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        # the number of batches of whole groups, and of their micro-batches, can differ from epoch to epoch
-        self.trainer.reload_dataloaders_every_n_epochs = 1
-        if self.val is None:
-            self.trainer.limit_val_batches = 0
-        about = {
-            "mean_reward": self.reward.mean(),
-            **self.shares(),
-            "updates_an_epoch": len(self.plan(0)),
-        }
-        about["groups_without_gradient"] = silent_groups(self.advantage(0), self.group)
-        if len(self.plan(0)) < 10:
-            rank_zero_warn(
-                f"updates an epoch: only {len(self.plan(0))}; lower data.batch_size, now {self.batch_size}"
-            )
-        figures = ", ".join(
-            f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items()
-        )
-        rank_zero_info(
-            f"{len(self.reward)} trajectories in {self.group.max() + 1} groups: {figures}"
-        )
+    def _plan(self, epoch: int) -> EpochPlan:
+        """The batches and the advantages of an epoch: some advantages are drawn in each anew."""
+        data = self.data
+        rng = np.random.default_rng([self.seed, epoch, 1])
+        advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)
+        if advantage.shape != data.reward.shape:
+            name = type(self.advantage).__name__
+            expected = f"one number per trajectory, {data.reward.shape}"
+            raise InputError(f"data.advantage: {name} must return {expected}, not {advantage.shape}")
+        seeds = (self.seed, epoch)
+        positive = advantage >= 0
+        chosen = epoch_plan(data.group, positive, self.batch_size, self.batching, *seeds)
+        return EpochPlan(chosen, advantage)
 
-    @cached_property
-    def files(self) -> list[str]:
-        """The training files."""
-        return resolve_files(self.train or [])
-
-    @cached_property
-    def metadata(self) -> list[dict[str, Any]]:
-        """Metadata of each training file."""
-        return [read_metadata(path) for path in self.files]
-
-    @cached_property
-    def rows(self) -> Any:
-        """The training columns as a memory-mapped `datasets.Dataset`: memory does not grow with the files."""
-        import datasets
-
-        expected = tokenizer_fingerprint(load_tokenizer(self.policy))
-        vocabulary, context = vocabulary_and_context(self.policy)
-        for path, metadata in zip(self.files, self.metadata, strict=True):
-            if metadata["tokenizer"] not in (None, expected):
-                remedy = "train a policy with that tokenizer or import the text again"
-                raise InputError(
-                    f"{path} has another tokenizer than policy {self.policy!r}; {remedy}"
-                )
-            if (
-                self.trainer.local_rank == 0
-            ):  # once a node; the other ranks hear of errors in `setup`
-                for _ in batches(path, vocabulary, min(self.microbatch_tokens, context)):
-                    pass  # reading checks every row
-        datasets.disable_progress_bars()
-        features, parts = datasets.Features.from_arrow_schema(SCHEMA), []
-        try:
-            for conversations, files in groupby(
-                self.files, key=lambda path: "sampled" in pq.read_schema(path).names
-            ):
-                columns = TRAINING_COLUMNS + ["sampled"] * conversations
-                wanted: Any = {"data_files": list(files), "columns": columns, "features": features}
-                parts.append(datasets.load_dataset("parquet", split="train", **wanted))
-        except (OSError, datasets.exceptions.DatasetGenerationError) as error:
-            message = f"the cache of data.train cannot be written ({first_line(error.__cause__ or error)})"
-            remedy = f"make room in {datasets.config.HF_DATASETS_CACHE}, or set HF_DATASETS_CACHE"
-            raise InputError(f"{message}; {remedy}") from error
-        return datasets.concatenate_datasets(parts).with_format("arrow")
+    def updates(self, epoch: int, padded: bool) -> Updates:
+        """The updates of an epoch."""
+        return Updates(self.data, self.plan(epoch), self.microbatch_tokens, self.unit, padded)
 
     def shares(self) -> dict[str, float]:
-        """The share p of positives, the effective share, and the baseline of a loss that subtracts one everywhere."""
-        advantage, of_group = self.advantage(0), self.loss.grouping == "group"
-        shares = {"positive_share": float(positives(advantage, of_group).mean())}
-        shares["effective_positive_share"] = advantage_share(advantage)
-        return (
-            shares
-            if of_group
-            else shares | {"baseline": float(np.mean(self.reward.astype(float) - advantage))}
-        )
+        """The share p of positives, the effective share, and c of a baseline for all."""
+        advantage = self.plan(0).advantage
+        shares = {"positive_share": float((advantage >= 0).mean())}
+        shares["effective_positive_share"] = positive_share_of(advantage)
+        baseline = self.data.reward.astype(float) - advantage
+        if np.ptp(baseline) < 1e-6:
+            shares["baseline"] = float(baseline.mean())
+        return shares
 
-    def advantage(self, epoch: int) -> np.ndarray:
-        """Advantages in an epoch: some losses draw them anew in each."""
-        found = np.asarray(
-            self.loss.advantages(self.reward, self.group, self.seed, epoch), dtype=np.float32
-        )
-        if found.shape != self.reward.shape:
-            expected = f"one number per trajectory, {self.reward.shape}, but gave {found.shape}"
-            raise InputError(
-                f"model.loss: advantages of {type(self.loss).__name__} must return {expected}"
-            )
-        if not found.any():
-            reason = (
-                "no group holds rewards that differ"
-                if self.loss.grouping == "group"
-                else "every advantage is 0"
-            )
-            remedy = "sample more or change the loss"
-            raise InputError(
-                f"data.train: {reason}, so {type(self.loss).__name__} learns nothing; {remedy}"
-            )
-        return found
+    def train_dataloader(self) -> UpdateLoader:
+        """The updates of the trainer's current epoch."""
+        epoch, padded = 0, False
+        if self.trainer is not None:
+            epoch = self.trainer.current_epoch
+            padded = self.trainer.lightning_module.policy.padded
+        return UpdateLoader(self, epoch, padded)
 
-    def plan(self, epoch: int) -> list[np.ndarray]:
-        """The global batches of an epoch."""
-        return epoch_plan(
-            self.group, self.advantage(epoch) >= 0, self.batch_size, self.grouping, self.seed, epoch
-        )
-
-    def microbatches(self, epoch: int) -> int:
-        """Micro-batches per rank and update: the smallest number that keeps each within `microbatch_tokens`."""
-        settings: Any = {
-            "microbatch_tokens": self.microbatch_tokens,
-            "unit": self.unit,
-            "padded": self.padded,
-        }
-        return microbatch_count(
-            self.plan(epoch), self.sizes, ranks=self.trainer.world_size, **settings
-        )
-
-    def largest_microbatch(self) -> dict[str, int]:
-        """Micro-batches per rank and update, and at most as many tokens as one of them has in the first epoch."""
-        count = self.microbatches(0)
-        most = max(self.sizes[1:, batch].sum() for batch in self.plan(0)) / (
-            count * self.trainer.world_size
-        )
-        tokens = min(self.microbatch_tokens, math.ceil(most))
-        share = self.sizes[2].sum() / self.sizes[1:].sum()
-        return {
-            "microbatches": count,
-            "tokens": tokens,
-            "response_tokens": math.ceil(share * tokens),
-        }
-
-    def train_dataloader(self) -> TrainLoader:
-        """The micro-batches of the trainer's current epoch."""
-        epoch = self.trainer.current_epoch
-        batches = MicroBatches(
-            rows=self.rows, sizes=self.sizes, advantage=self.advantage(epoch), plan=self.plan(epoch),
-            count=self.microbatches(epoch), unit=self.unit, padded=self.padded,
-            rank=self.trainer.global_rank, ranks=self.trainer.world_size,
-        )  # fmt: skip
-        return TrainLoader(batches, epoch, self.num_workers)
-
-    def read_problems(self, split: str) -> list[Problem]:
+    def _read_problems(self, split: str) -> list[Problem]:
         """Problems of `val`, `test` or `problems`; none if the split is not set."""
-        path = getattr(self, split)
-        few = 2 if self.trainer.fast_dev_run else None
+        source = getattr(self, split)
+        if source is None:
+            return []
         try:
-            return self.task.problems(path)[:few] if path is not None else []
+            problems = self.task.problems(source)
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
+        return problems[:2] if self.few_problems else problems
+
+    def problem_batch(self, split: str, samples: int) -> ProblemBatch:
+        """All problems of this rank at once: the sampler refills its rows from them. Perhaps none,
+        but every rank takes part."""
+        problems = self.read_problems(split)
+        numbers = list(range(rank(), len(problems), world_size()))
+        mine = [problems[number] for number in numbers]
+        samples = 2 if self.few_problems else samples
+        return ProblemBatch(mine, numbers, samples, self.sampling, self.seed)
 
     def val_dataloader(self) -> ProblemBatches:
-        """One batch without content: `topr.callbacks.Evaluate` samples the problems of this rank."""
-        return ProblemBatches([None])
+        if self.val is None:
+            return ProblemBatches()
+        return ProblemBatches([self.problem_batch("val", self.val_samples)])
 
-    test_dataloader = val_dataloader
-
-    @cached_property
-    def sampling_job(self) -> SamplingJob:
-        """What `predict` samples."""
-        problems, precision = self.read_problems("problems"), str(self.trainer.precision)
-        return SamplingJob(
-            self.policy, self.task, problems, self.samples, self.sampling, self.seed, precision
-        )
+    def test_dataloader(self) -> ProblemBatches:
+        return ProblemBatches([self.problem_batch("test", self.samples)])
 
     def predict_dataloader(self) -> ProblemBatches:
-        """The files that this rank writes and their problems; no rank has fewer: sharded policies need each other."""
-        missing = (
-            self.sampling_job.missing_parts(self.output_folder(self.out))
-            if self.trainer.is_global_zero
-            else []
+        """A batch for each file that this rank writes. No rank has fewer than another: sharded
+        policies need each other."""
+        problems = self.read_problems("problems")
+        job = SamplingJob(
+            self.policy,
+            self.task,
+            problems,
+            samples=2 if self.few_problems else self.samples,
+            sampling=self.sampling,
+            seed=self.seed,
+            precision=str(self.trainer.precision) if self.trainer else "32-true",
         )
-        missing = self.trainer.strategy.broadcast(missing)
-        ranks = self.trainer.world_size
-        missing += [(Path(), [])] * (-len(missing) % ranks if missing else ranks)
-        return ProblemBatches(missing[self.trainer.global_rank :: ranks])
-
-    def locate(self, trajectory: np.ndarray) -> list[tuple[int, int]]:
-        """The index of the training file that holds each trajectory, and the row in it."""
-        starts = np.cumsum([0] + [pq.read_metadata(path).num_rows for path in self.files])
-        file = np.searchsorted(starts, trajectory, side="right") - 1
-        return list(zip(file.tolist(), (trajectory - starts[file]).tolist(), strict=True))
-
-    def place(self, trajectory: np.ndarray) -> list[str]:
-        """File and row number of trajectories, for messages."""
-        return [f"row {row} of {self.files[file]}" for file, row in self.locate(trajectory)]
+        with same_error_on_all_ranks():
+            parts = job.missing_parts(self.out and Path(self.out))
+        parts = gather(parts)[0]  # another rank may have looked later, and found more
+        parts += [(None, [])] * (-len(parts) % world_size())
+        loader = ProblemBatches()
+        for path, chosen in parts[rank() :: world_size()]:
+            loader.append(PredictionBatch(chosen, job, self.microbatch_tokens, path))
+        return loader
 
 
-def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
-    """An integer for each row of a column of lists, equal for equal lists, the same on every rank."""
-    chunks = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)
-    digests = [b"".join(blake2b(ids, digest_size=8).digest() for ids in rows) for rows in chunks]
-    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]
+def check_signs(advantage: np.ndarray, reward: np.ndarray) -> None:
+    """Say where advantages of one sign, or none, leave nothing to learn."""
+    if not advantage.any():
+        message = "data.train: every advantage is 0, so there is nothing to learn"
+        raise InputError(f"{message}; sample more, or change data.advantage")
+    if (advantage >= 0).all():
+        hint = "; for 0/1 rewards set data.advantage.c to 0.5" if set(reward) <= {0.0, 1.0} else ""
+        rank_zero_warn(f"no advantage is negative, so only positives are learned{hint}")
+    elif (advantage < 0).all():
+        rank_zero_warn("every advantage is negative: nothing is learned from positives")

@@ -1,37 +1,47 @@
-"""The LightningModule: log-probs, loss, and the one place that reduces. Callbacks log, sample, grade and export.
+"""The LightningModule: one batch is one update. Log-probs, loss, and the one place that reduces.
 
-Shapes: B trajectories of a micro-batch, N response tokens of all B, D hidden.
+Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from topr.batching import MicroBatch
-from topr.callbacks import Evaluate, Monitor
+from topr.batching import Update
+from topr.datamodule import PredictionBatch, ProblemBatch
+from topr.distributed import Preempted, gather, stop_requested
 from topr.io import InputError, explained
-from topr.losses import Loss, LossOutput, check_output
-from topr.policy.model import LoRA, Policy, compile_layers, load_policy, one_pass
-from topr.policy.sharding import load_sharded
-from topr.sampling import LocalSampler, Sampler
-from topr.tasks import Task
+from topr.losses.base import Loss, check_output
+from topr.policy.lora import LoRA
+from topr.policy.model import Policy, load_policy
+from topr.sampling.base import Sampler
+from topr.settings import plain
+from topr.statistics import (
+    Rows,
+    check_finite,
+    check_start,
+    columns_of,
+    gather_columns,
+    statistics,
+)
+from topr.tasks.task import Task
+from topr.trajectories.file import Trajectory
 
 MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-
-
-class StepOutput(NamedTuple):
-    """What a callback may read of a micro-batch after its backward."""
-
-    batch: MicroBatch
-    loss: LossOutput
-    hidden_ND: Tensor  # keeps its gradient
+# by which Lightning makes a module from hyper-parameters that are class paths and arguments
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class PolicyModule(LightningModule):
@@ -41,18 +51,21 @@ class PolicyModule(LightningModule):
         policy: Hugging Face model, a folder or a hub name.
         task: grades responses.
         loss: see `topr.losses`.
-        optimizer: any torch optimiser.
-        sampler: generates responses for validation, test and predict; in process by default. A `ServerSampler` is
-            for predict only: its server does not hold the weights that are being trained.
-        lora: adapters to train instead of the weights; `policy/` holds the merged weights, `adapter/` the adapters.
-        activation_checkpointing: recompute activations in the backward instead of keeping them: less memory, a third
-            more time. `selective` keeps the results of matrix products and recomputes the cheap rest.
-        reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after its forward and gather
-            them again for its backward: less memory, half as much traffic again.
-        compile: compile the parts of decoder layers for training with `torch.compile`: half a minute at first, then
-            less time. `selective` checkpointing then recomputes their matrix products, too.
-        threads: CPU threads of torch; a tiny model is fastest with 1. None leaves torch's choice.
-        lr_scheduler: a torch scheduler that needs no metric, or `topr.optim.Schedule`, stepped after each update.
+        optimizer: any torch optimiser that needs no closure.
+        sampler: generates responses for validation, test and predict; in process by default. A
+            `ServerSampler` is for predict only: its server does not hold the trained weights.
+        lora: adapters to train instead of the weights; `policy/` then holds the merged weights,
+            `adapter/` the adapters.
+        gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
+        activation_checkpointing: recompute activations in the backward instead of keeping them:
+            less memory, a third more time. `selective` keeps the results of matrix products.
+        reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after
+            its forward and gather them again for its backward: less memory, more traffic.
+        compile: compile the parts of decoder layers for training with `torch.compile`: half a
+            minute at first, then less time.
+        threads: CPU threads of torch; a tiny model is fastest with 1. None: torch's choice.
+        lr_scheduler: a torch scheduler that needs no metric, or `topr.optim.Schedule`, stepped
+            after each update.
     """
 
     policy: Policy  # from configure_model on
@@ -65,6 +78,7 @@ class PolicyModule(LightningModule):
         optimizer: OptimizerCallable,
         sampler: Sampler | None = None,
         lora: LoRA | None = None,
+        gradient_clip_val: NonNegativeFloat | None = 1.0,
         activation_checkpointing: bool | Literal["selective"] = False,
         reshard_after_forward: bool = True,
         compile: bool = False,
@@ -72,44 +86,69 @@ class PolicyModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ):
         super().__init__()
+        self.save_hyperparameters(logger=False)
+        if "_instantiator" not in self.hparams:  # made in Python: objects become plain values
+            settings = {name: plain(value) for name, value in self.hparams.items()}
+            self.hparams.update(settings, _instantiator=INSTANTIATOR)
         check_output(loss)
-        self.policy_name, self.task, self.loss, self.optimizer = policy, task, loss, optimizer
-        self.lr_scheduler, self.sampler = lr_scheduler, sampler or LocalSampler()
-        self.lora, self.activation_checkpointing = lora, activation_checkpointing
-        self.reshard_after_forward, self.compiled = reshard_after_forward, compile
+        self.policy_name = policy
+        self.task = task
+        self.loss = loss
+        self.optimizer = optimizer
+        self.sampler = sampler
+        self.lora = lora
+        self.gradient_clip_val = gradient_clip_val
+        self.activation_checkpointing = activation_checkpointing
+        self.reshard_after_forward = reshard_after_forward
+        self.compiled = compile
+        self.lr_scheduler = lr_scheduler
+        self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
+        self.max_abs_log_ratio: float | None = None  # before the first update
+        self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
+        self.validation_due = False  # whether a checkpoint was written just before a validation
         if threads is not None:
             torch.set_num_threads(threads)
-        self.step_output: StepOutput | None = (
-            None  # of the last micro-batch, until a callback takes it
-        )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Monitoring and evaluation; what else train.py adds can be passed to any Trainer."""
-        return [Evaluate(), Monitor()]
+        """The writer of predictions; Lightning asks for it before it looks at the trainer."""
+        from topr.callbacks.predictions import PredictionWriter
+
+        check_trainer(self.trainer)
+        return [PredictionWriter()]
 
     def configure_model(self) -> None:
-        """Load the weights; Lightning calls this once the strategy has set the device up."""
+        """Load the weights; Lightning calls this once the strategy has set the device up, and
+        before it loads a checkpoint."""
         if hasattr(self, "policy"):
             return
-        kind = self.trainer.strategy.root_device.type  # the module itself is not on its device yet
-        if kind not in ("cpu", "cuda"):  # mps, for example, has no float64
-            raise InputError(
-                f"trainer.accelerator chose {kind}, which is not supported; set --trainer.accelerator cpu"
-            )
         rank_zero_info(f"loading the policy {self.policy_name}")
+        if self._trainer is None:  # by load_from_checkpoint
+            self.policy = load_policy(self.policy_name)
+            self.prepare(self.policy)
+            return
+        device = self.trainer.strategy.root_device.type
+        if device not in ("cpu", "cuda"):  # mps has no float64
+            message = f"trainer.accelerator chose {device}, which is not supported"
+            raise InputError(f"{message}; set --trainer.accelerator cpu")
         bfloat16 = self.trainer.precision == "bf16-mixed"
         if self.device_mesh is None:
             self.policy = load_policy(self.policy_name)
             self.prepare(self.policy)
         else:
-            mesh, reshard = self.device_mesh["data_parallel"], self.reshard_after_forward
-            self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16, reshard)
+            from topr.policy.sharding import load_sharded
+
+            mesh = self.device_mesh["data_parallel"]
+            self.policy = load_sharded(
+                self.policy_name, self.prepare, mesh, bfloat16, self.reshard_after_forward
+            )
         self.policy.train()
         if self.compiled and self.trainer.state.fn == "fit":
+            from topr.policy.compiling import compile_layers
+
             compile_layers(self.policy)
-        if kind == "cuda" and bfloat16:
-            # the head's float32 products in TF32: 8 times as precise as bfloat16, several times as fast as float32
+        if device == "cuda" and bfloat16:
+            # the head's float32 products in TF32: 8 times as precise as bfloat16, and fast
             torch.set_float32_matmul_precision("high")
 
     def prepare(self, policy: Policy) -> None:
@@ -119,59 +158,247 @@ class PolicyModule(LightningModule):
         if self.activation_checkpointing:
             settings: dict[str, Any] = {"use_reentrant": False}
             if self.activation_checkpointing == "selective":
-                settings["context_fn"] = partial(
-                    create_selective_checkpoint_contexts, MATRIX_PRODUCTS
-                )
+                context = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
+                settings["context_fn"] = context
             policy.model.activation_checkpointing_enable(settings)
+
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self) -> Any:
         with explained("model.optimizer does not take its arguments", (TypeError, ValueError)):
-            optimizer = self.optimizer(
-                [parameter for parameter in self.parameters() if parameter.requires_grad]
-            )
+            optimizer = self.optimizer(self.trained_parameters())
+        if self.lr_scheduler is None:
+            return optimizer
         with explained("model.lr_scheduler does not take its arguments", (TypeError, ValueError)):
-            scheduler = self.lr_scheduler and self.lr_scheduler(optimizer)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler else []
+            return [optimizer], [self.lr_scheduler(optimizer)]
 
-    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
-        # The one place that reduces. The sum over trajectories is divided by their number in the GLOBAL batch, so that
-        # micro-batches and ranks do not change the update. Lightning divides by the micro-batches of an update, the
-        # strategy averages over ranks; both are cancelled here.
-        scale_B = batch.real_B / batch.divisor * (batch.microbatches * self.trainer.world_size)
-        if one_pass is not None and self.loss.grouping != "pair":
-            # FAST PATH, for speed only: the value and gradient of the other branch, each logit computed once
-            total, output, hidden_ND = self.policy(
-                batch.tokens, one_pass.OnePass(self.loss, batch, scale_B)
+    def training_step(self, update: Update, batch_idx: int) -> dict[str, Rows]:
+        """One update. Returns the rows of `topr.statistics`, for callbacks."""
+        optimizer: Any = self.optimizers()
+        columns = []
+        for number, part in enumerate(update.micro_batches):  # equally many on every rank
+            last = number + 1 == len(update.micro_batches)
+            with nullcontext() if last else self.no_reduction():
+                log_probs_N = self.policy.log_probs(part.tokens)
+                log_probs_N.retain_grad()
+                output = self.loss(
+                    log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
+                )
+                # The one place that reduces: the sum over trajectories is divided by their number
+                # in the whole update. The strategy averages over ranks, which is cancelled here.
+                scale_B = part.real_B * (self.trainer.world_size / update.divisor)
+                self.manual_backward((output.loss_B * scale_B).sum())
+            columns.append(columns_of(part, output, log_probs_N.grad))
+        rows = gather_columns(columns)
+        largest = torch.inf if self.gradient_clip_val is None else self.gradient_clip_val
+        norm = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # before clipping
+        self.check_update(rows, norm)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.lr_scheduler is not None:
+            self.lr_schedulers().step()
+        self.log_update(rows, {"gradient/norm": norm, "train/lr": rate})
+        return {"rows": rows}
+
+    @contextmanager
+    def no_reduction(self) -> Iterator[None]:
+        """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one.
+        FSDP2 reduces each time, because whole gradients would take the memory that it saves."""
+        model = self.trainer.strategy.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            yield
+
+    def check_update(self, rows: Rows, norm: float) -> None:
+        """End the run before an update that would do harm; see `topr.statistics`."""
+        data = getattr(self.trainer.train_dataloader, "data", None)
+        check_finite(rows, norm, self.global_step + 1, data)
+        if self.global_step == 0:
+            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
+            check_start(rows, str(self.trainer.precision), data)
+
+    def log_update(self, rows: Rows, more: dict[str, float]) -> None:
+        """Log the figures of an update, which are the same on all ranks."""
+        figures = statistics(rows) | more
+        self.log("train/loss", figures.pop("train/loss"), prog_bar=True)
+        self.log_dict(figures)
+
+    def validation_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
+        """Sample and grade responses to this rank's problems; returns them."""
+        trajectories = self.sample_and_grade(batch)
+        self.log_figures("val", self.summarise(batch, trajectories))
+        return trajectories
+
+    def test_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
+        """As `validation_step`, for the test problems."""
+        trajectories = self.sample_and_grade(batch)
+        self.log_figures("test", self.summarise(batch, trajectories))
+        return trajectories
+
+    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[Trajectory]:
+        """Sample and grade responses to problems, and score log mu; `PredictionWriter` writes what
+        this returns."""
+        with self.sampling_context(batch.job.samples, len(batch.problems)):
+            if not batch.problems:
+                return []
+            sampler = self.own_sampler()
+            return batch.job.sample(batch.problems, sampler, self.policy, batch.microbatch_tokens)
+
+    def sample_and_grade(self, batch: ProblemBatch) -> list[Trajectory]:
+        """Graded responses of the present policy, without log mu.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
+        from topr.evaluation.pipeline import derived_seed, sample_and_grade
+
+        sampler = self.own_sampler()
+        if not sampler.in_process:  # a server does not hold the weights that are being trained
+            sampler = default_sampler()
+        with self.sampling_context(batch.samples, len(batch.problems)):
+            trajectories = sample_and_grade(
+                sampler,
+                self.policy,
+                self.task,
+                batch.problems,
+                n=batch.samples,
+                sampling=batch.sampling,
+                seed=derived_seed(batch.seed, self.global_step),
+                numbers=batch.numbers,
             )
-        else:
-            log_probs_N, hidden_ND = self.policy(batch.tokens)
-            output = self.loss(
-                log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B
-            )
-            total = (output.loss_B * scale_B).sum()
-        hidden_ND.retain_grad()
-        self.step_output = StepOutput(batch, output, hidden_ND)
-        return total
+        if any(gather(stop_requested.is_set())):
+            raise Preempted
+        return trajectories
 
-    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
-        self.trainer.accumulate_grad_batches = batch.microbatches
+    def summarise(self, batch: ProblemBatch, trajectories: list[Trajectory]) -> dict[str, Any]:
+        """Metrics over the problems of all ranks: means with intervals."""
+        from topr.evaluation.metrics import PerProblem, summarise
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *closure: Any) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, *closure)
-        optimizer.zero_grad()  # Lightning would keep the gradients through the next forward
+        metrics = PerProblem(batch.samples).to(self.device)
+        metrics.update(trajectories)
+        # in the order of the file, however many ranks there are: the bootstrap draws by position
+        order = np.argsort(np.concatenate(gather(batch.numbers)))
+        values = {name: column[order] for name, column in metrics.compute().items()}
+        return summarise(values)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Required by Lightning; `topr.callbacks.Evaluate` samples and grades."""
+    def log_figures(self, split: str, figures: dict[str, Any]) -> None:
+        """Log means and intervals at the number of updates made. Lightning's own logging would take
+        that of the last update, and leave out the policy before training (sanity checking)."""
+        found = flat(split, figures)
+        if not self.trainer.sanity_checking:
+            # the shortest digits of float32, since the table of `test` shows all
+            short = {name: float(str(np.float32(value))) for name, value in found.items()}
+            for name, value in short.items():  # for callbacks and the progress bar
+                self.log(name, value, prog_bar=name == "val/pass@1", logger=False, batch_size=1)
+        self.write_figures(found)
 
-    test_step = predict_step = validation_step
+    def write_figures(self, figures: dict[str, float]) -> None:
+        self.validated = (self.global_step, figures)
+        for logger in self.loggers:
+            logger.log_metrics(figures, self.global_step)
+
+    def own_sampler(self) -> Sampler:
+        if self.sampler is None:
+            self.sampler = default_sampler()
+        return self.sampler
+
+    @contextmanager
+    def sampling_context(self, samples: int, problems: int) -> Iterator[None]:
+        """Full weights in the precision of training, without gradients. With bf16-mixed each weight
+        is cast once: Lightning's own autocast would cast it again for every token."""
+        from topr.evaluation.pipeline import explain_out_of_memory
+        from topr.policy.sharding import full_weights
+
+        device = self.device.type
+        bfloat16 = self.trainer.precision == "bf16-mixed"
+        rows = getattr(self.sampler, "rows", None) or "automatic"
+        with (
+            explain_out_of_memory(
+                f"{samples} responses to each of {problems} problems",
+                f"model.sampler.init_args.rows, now {rows}",
+            ),
+            # compiled layers would be compiled again for each length
+            torch.compiler.set_stance("force_eager"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            full_weights(self.policy),
+            torch.autocast(device, torch.bfloat16, bfloat16, cache_enabled=True),
+        ):
+            # autocast caches only copies of weights that require gradients, so those under
+            # adapters do for the moment
+            frozen = [weight for weight in self.policy.parameters() if not weight.requires_grad]
+            self.policy.requires_grad_(True)
+            try:
+                yield
+            finally:
+                for weight in frozen:
+                    weight.requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        """Log the validation that a resumed run's checkpoint came just before, or just after: the
+        loggers keep what was logged before the checkpoint's update."""
+        if self.validation_due:
+            self.validation_due = False
+            for batch in self.trainer.val_dataloaders:
+                figures = self.summarise(batch, self.sample_and_grade(batch))
+                self.write_figures(flat("val", figures))
+        elif self.validated[0] == self.global_step > 0:
+            self.write_figures(self.validated[1])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if (
-            self.lora is not None and self.device_mesh is None
-        ):  # a sharded checkpoint is read back by the whole model
-            trained = {
-                name for name, parameter in self.named_parameters() if parameter.requires_grad
-            }
-            checkpoint["state_dict"] = {
-                k: v for k, v in checkpoint["state_dict"].items() if k in trained
-            }
+        loop = self.trainer.fit_loop
+        due = not self.trainer.validating and loop.epoch_loop._should_check_val_fx(
+            loop._data_fetcher
+        )
+        checkpoint["topr"] = {
+            "validated": self.validated,
+            "validation_due": bool(due and self.validated[0] < self.global_step),
+            "max_abs_log_ratio": self.max_abs_log_ratio,
+        }
+        # a sharded checkpoint is read back by the whole model
+        if self.lora is not None and self.device_mesh is None:
+            weights = checkpoint["state_dict"]
+            trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
+            checkpoint["state_dict"] = {name: weights[name] for name in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["topr"]
+        self.validated = tuple(state["validated"])
+        self.validation_due = state["validation_due"]
+        self.max_abs_log_ratio = state["max_abs_log_ratio"]
+
+
+def flat(split: str, figures: dict[str, Any]) -> dict[str, float]:
+    """Means and intervals under the names of logged figures."""
+    found = {}
+    for name, value in figures.items():
+        low, high = value["interval"]
+        found[f"{split}/{name}"] = value["mean"]
+        found[f"{split}_interval/{name}_low"] = low
+        found[f"{split}_interval/{name}_high"] = high
+    return found
+
+
+def default_sampler() -> Sampler:
+    from topr.sampling.local import LocalSampler
+
+    return LocalSampler()
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise an InputError for settings of the trainer that would not do what they say."""
+    strategy = type(trainer.strategy).__name__
+    precision = str(trainer.precision)
+    message = None
+    if trainer.accumulate_grad_batches != 1:
+        message = "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size"
+    elif trainer.gradient_clip_val is not None:
+        message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
+    elif strategy == "FSDPStrategy":
+        message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
+    elif precision not in ("32-true", "bf16-mixed"):
+        message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
+    if message:
+        raise InputError(f"trainer.{message}")

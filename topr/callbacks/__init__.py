@@ -1,6 +1,12 @@
-"""What happens around the updates: logging, sampling and grading, export, exact resumption. `trainer` is a
-`lightning.Trainer` and `module` a `PolicyModule`, both annotated `Any`: Lightning's types lack what they hold."""
+"""What a user may leave out: files of predictions, export, TensorBoard's extras, speed, signals."""
 
-from topr.callbacks.evaluate import Evaluate, ExportPolicy
-from topr.callbacks.monitor import Monitor
-from topr.callbacks.resume import AtomicCheckpointIO, ExactResume
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    board=["TensorBoardExtras"],
+    export=["ExportPolicy"],
+    predictions=["PredictionWriter"],
+    preemption=["Preemption"],
+    speed=["Speed"],
+)

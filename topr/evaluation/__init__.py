@@ -1,19 +1,12 @@
-"""Sample, grade, score, write; metrics with intervals; tables and plots.
+"""Sample, grade, score; metrics with intervals; tables and plots.
 Not here: which problems to sample, when to evaluate."""
 
-from topr.evaluation.metrics import (
-    PerProblem,
-    group_by_problem,
-    maj_at_k,
-    pass_at_k,
-    per_problem,
-    summarise,
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    benchmarks=["BENCHMARKS"],
+    metrics=["PerProblem", "group_by_problem", "maj_at_k", "pass_at_k", "per_problem", "summarise"],
+    pipeline=["SamplingJob", "check_prompts", "derived_seed", "explain_out_of_memory"]
+    + ["read_parts", "sample_and_grade"],
 )
-from topr.evaluation.pipeline import (
-    BENCHMARKS,
-    SamplingJob,
-    check_prompts,
-    derived_seed,
-    explain_out_of_memory,
-)
-from topr.evaluation.pipeline import read_parts, sample_and_grade

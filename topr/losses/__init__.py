@@ -1,8 +1,12 @@
 """Losses on stored trajectories: pure functions of log-probs, each one class chosen by `class_path`.
-Not here: models, loggers, trainers."""
+Not here: advantages, models, loggers, trainers."""
 
-from topr.losses.advantages import advantage_share, baseline_for_rewards, positives, silent_groups
-from topr.losses.base import Loss, LossOutput, check_output, sum_tokens
-from topr.losses.comparators import CISPO, DPO, GRPO, GSPO, KTO, OPMD, PPO, RLOO, AsymRE
-from topr.losses.comparators import RECOneSide, RECRing, RECTwoSide, REDDrop, REDWeight
-from topr.losses.topr import IS, REINFORCE, TIS, TOPR, PositivesOnly, rho
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    base=["Loss", "LossOutput", "check_output", "sum_tokens"],
+    policy_gradient=["CISPO", "OPMD", "PPO", "RECOneSide", "RECRing", "RECTwoSide"],
+    preference=["DPO", "KTO"],
+    topr=["IS", "REINFORCE", "TIS", "TOPR", "PositivesOnly", "rho"],
+)

@@ -1,83 +1,94 @@
-"""What every loss is: tensors in, one loss per trajectory out.
+"""What every loss is: a function of log-probs, lengths and advantages that returns one loss for
+each trajectory.
 
-Shapes: B trajectories, T response tokens of one trajectory, N response tokens of all B laid end to end.
-Symbols: mu sampled the trajectory, pi is trained, h = log pi(y|x) - log mu(y|x) is a SUM over the response tokens,
-R the reward, c the baseline, A = R - c the advantage. T+ holds A >= 0, T- holds A < 0.
+Shapes: B trajectories, T response tokens of one trajectory, N response tokens of all B laid end to
+end. Symbols: mu sampled the trajectory, pi is trained. h = log pi(y|x) - log mu(y|x) is a SUM over
+the response tokens, and e^h the ratio pi/mu. A is the advantage: positives have A >= 0, negatives
+A < 0.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from topr.io import InputError
-
-Grouping = Literal["none", "group", "pair"]
+from topr.settings import Configurable
 
 
 class LossOutput(NamedTuple):
-    """Loss and statistics of each trajectory; all but `loss_B` are detached."""
+    """Loss and statistics of each trajectory. Only `loss_B` has a gradient."""
 
-    loss_B: Tensor  # differentiable; the caller sums it and divides by the global number of trajectories (or pairs)
-    objective_B: Tensor  # what is maximised, before any division by T: A rho(pi/mu), the term of the paper's J
+    loss_B: Tensor  # the caller divides the sum by the trajectories (or pairs) of the global batch
+    objective_B: Tensor  # what is maximised, before any division by T; for TOPR A rho(pi/mu)
     log_ratio_B: Tensor  # h
-    weight_B: Tensor  # what multiplies A grad log pi: the truncated ratio [pi/mu]_a^b; of token ratios the mean
-    truncated_B: Tensor  # 1 where pi/mu > b, or the ratio is clipped or masked; for token ratios the share of tokens
+    weight_B: Tensor  # what multiplies A grad log pi; of token ratios the mean
+    truncated_B: Tensor  # 1 where the ratio is truncated or masked; of token ratios the share
 
 
-class Loss(ABC):
-    """A loss on stored trajectories. `grouping` names what must lie in one global batch: nothing (`none`), all
-    trajectories of a prompt (`group`), or pairs of a positive and a negative, neighbours in this order (`pair`). Except
-    for pairs, the loss of a trajectory depends on that trajectory and its advantage alone."""
+class Loss(Configurable, ABC):
+    """A loss on stored trajectories.
 
-    grouping: Grouping = "none"
+    `batching` says what must lie in one batch: `trajectories` in any order, or `pairs` of a
+    positive and a negative of one prompt, neighbours in this order. Except for pairs, the loss of
+    a trajectory depends on that trajectory and its advantage alone.
+    """
 
-    @abstractmethod
-    def advantages(
-        self, reward: np.ndarray, group: np.ndarray, seed: int = 0, epoch: int = 0
-    ) -> np.ndarray:
-        """Advantages from rewards and group numbers, all [trajectories] of the whole data set; stored in float32. A
-        loss that draws at random uses `seed` and `epoch`, counted from 0. The data module rejects all zeros."""
+    batching: Literal["trajectories", "pairs"] = "trajectories"
 
     @abstractmethod
     def __call__(
         self, log_probs_N: Tensor, ref_log_probs_N: Tensor, length_B: Tensor, advantage_B: Tensor
     ) -> LossOutput:
-        """Losses of B trajectories; `log_probs_N` (log pi) is differentiable, `length_B` holds T and sums to N."""
+        """The losses of B trajectories.
 
-
-def check_output(loss: Loss) -> None:
-    """Raise an InputError unless a loss returns what it should for two trajectories, a positive and a negative."""
-    log_probs_N = torch.zeros(4, requires_grad=True)
-    output = loss(log_probs_N, torch.zeros(4), torch.tensor([2, 2]), torch.tensor([1.0, -1.0]))
-    found = type(output).__name__
-    if isinstance(output, LossOutput):
-        sizes = {
-            name: tuple(getattr(value, "shape", ("?",))) for name, value in output._asdict().items()
-        }
-        found = ", ".join(f"{name} {list(size)}" for name, size in sizes.items() if size != (2,))
-        found = found or "a loss_B without a gradient" * (not output.loss_B.requires_grad)
-    if found:
-        expected = f"LossOutput({', '.join(LossOutput._fields)}), tensors of one value per trajectory, here [2]"
-        raise InputError(
-            f"model.loss: {type(loss).__name__} must return {expected}, but gave {found}"
-        )
+        Args:
+            log_probs_N: log pi of each response token, differentiable.
+            ref_log_probs_N: log mu of each response token, as stored.
+            length_B: T, integers that sum to N.
+            advantage_B: A; see `topr.advantages`.
+        """
 
 
 def sum_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:
-    """Sums [B] over each trajectory's tokens of flat values [N]."""
-    return torch.segment_reduce(value_N, "sum", lengths=length_B)
+    """Sums over the tokens of each trajectory, [B]."""
+    # unsafe: the checks would make the host wait for the device, in every forward
+    return torch.segment_reduce(value_N, "sum", lengths=length_B, unsafe=True)
 
 
-def check_argument(name: str, value: Any, valid: bool, expected: str) -> None:
+def mean_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:
+    """Means over the tokens of each trajectory, [B]."""
+    return sum_tokens(value_N, length_B) / length_B
+
+
+def whole_response_output(loss_B: Tensor, log_ratio_B: Tensor, weight_B: Tensor) -> LossOutput:
+    """The output of a loss of whole responses that maximises -loss and truncates nothing."""
+    return LossOutput(
+        loss_B=loss_B,
+        objective_B=-loss_B.detach(),
+        log_ratio_B=log_ratio_B.detach(),
+        weight_B=weight_B.detach(),
+        truncated_B=torch.zeros_like(log_ratio_B),
+    )
+
+
+def check_argument(name: str, value: object, valid: bool, expected: str) -> None:
     """Raise an InputError that names the argument of a loss unless it is valid."""
     if not valid:
         raise InputError(f"model.loss: {name} is {value}; it must be {expected}")
 
 
-def check_clips(**clips: float) -> None:
-    """Raise an InputError unless every clip bound is at least 0."""
-    for name, value in clips.items():
-        check_argument(name, value, value >= 0, "at least 0, and .inf clips nothing")
+def check_output(loss: Loss) -> None:
+    """Call a loss on a positive and a negative; raise an InputError unless its output is right."""
+    log_probs_N = torch.zeros(4, requires_grad=True)
+    length_B = torch.tensor([2, 2])
+    output = loss(log_probs_N, torch.zeros(4), length_B, torch.tensor([1.0, -1.0]))
+    expected = f"model.loss: {type(loss).__name__} must return a LossOutput"
+    if not isinstance(output, LossOutput):
+        raise InputError(f"{expected}, not {type(output).__name__}")
+    for name, value in output._asdict().items():
+        if getattr(value, "shape", None) != length_B.shape:
+            raise InputError(f"{expected} with one value per trajectory in {name}")
+    if not output.loss_B.requires_grad:
+        raise InputError(f"{expected} whose loss_B has a gradient")

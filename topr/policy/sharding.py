@@ -85,7 +85,8 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=mesh)
     policy.reshard_layers = reshard
-    register_fsdp_forward_method(policy, "logits")
+    for method in ("log_probs", "logits"):
+        register_fsdp_forward_method(policy, method)
 
 
 @contextmanager

@@ -1,6 +1,11 @@
 """Samplers: prompts in, responses out, both as token ids; decoded in this process or on servers.
 Not here: tokenising prompts, grading, files."""
 
-from topr.sampling.base import Response, Sampler, Sampling, Stop
-from topr.sampling.local import LocalSampler
-from topr.sampling.server import ServerSampler
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    base=["Response", "Sampler", "Sampling", "Stop"],
+    local=["LocalSampler"],
+    server=["ServerSampler"],
+)

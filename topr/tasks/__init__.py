@@ -1,7 +1,12 @@
 """Tasks: problems, prompts and graders. Not here: sampling, files of trajectories."""
 
-from topr.tasks.arithmetic import Arithmetic, ArithmeticVerifier
-from topr.tasks.gsm8k import GSM8K
-from topr.tasks.math import MATH
-from topr.tasks.task import Grade, Problem, Task
-from topr.tasks.verifier import Verifier
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    arithmetic=["Arithmetic", "ArithmeticVerifier"],
+    gsm8k=["GSM8K"],
+    math=["MATH"],
+    task=["Grade", "Problem", "Task"],
+    verifier=["Verifier"],
+)

@@ -1,5 +1,10 @@
-"""The trajectory file: read, write, validate, import, inspect, curate (`python -m topr.trajectories`).
-Not here: grading of responses, batching."""
+"""The trajectory file: read, write, validate, import, inspect, curate
+(`python -m topr.trajectories`). Not here: grading of responses, batching."""
 
-from topr.trajectories.file import SCHEMA, Trajectory, add_log_probs, agreed, batches, read_metadata  # isort: skip
-from topr.trajectories.file import read_trajectories, write_tables, write_trajectories  # isort: skip
+from topr.lazy import lazy
+
+__getattr__ = lazy(
+    __name__,
+    file=["SCHEMA", "Trajectory", "add_log_probs", "agreed", "batches", "read_metadata"]
+    + ["read_trajectories", "write_tables", "write_trajectories"],
+)

@@ -1,0 +1,162 @@
+"""Advantages A from rewards R: a baseline for all trajectories, or statistics of each group.
+
+A group holds the trajectories of one prompt. Positives have A >= 0, negatives A < 0. All arrays
+have one value for each trajectory of the whole data set; groups are integers from 0.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from topr.io import InputError
+from topr.settings import Configurable
+
+
+class Advantage(Configurable, ABC):
+    """Computes advantages; chosen by `data.advantage`. Any loss takes any advantage."""
+
+    @abstractmethod
+    def __call__(
+        self, reward: np.ndarray, group: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Finite advantages, one for each trajectory. `rng` differs from epoch to epoch."""
+
+
+class Baseline(Advantage):
+    """A = R - c."""
+
+    def __init__(self, c: float = 0.0):
+        self.c = c
+
+    def __call__(self, reward, group, rng):
+        return reward.astype(np.float64) - self.c
+
+
+class PositiveShare(Advantage):
+    """A = R - c, with the c that makes the data act as if this share of them were positive.
+
+    Args:
+        share: effective share of positives, between 0 and 1; see `positive_share_of`.
+    """
+
+    def __init__(self, share: float):
+        if not 0 < share < 1:
+            raise InputError(f"data.advantage: share must be between 0 and 1, not {share}")
+        self.share = share
+
+    def __call__(self, reward, group, rng):
+        from scipy.optimize import bisect  # here: nothing else needs scipy
+
+        reward = reward.astype(np.float64)
+        low = reward.min()
+        high = reward.max()
+        if low == high:
+            reason = f"every reward is {low:g}, so no baseline gives a share"
+            raise InputError(f"data.train: {reason}; set data.advantage to Baseline")
+
+        def surplus(c):
+            return positive_share_of(reward - c) - self.share  # falls as c rises
+
+        return reward - bisect(surplus, low, high, xtol=1e-15)
+
+
+class GroupMean(Advantage):
+    """A = R - (mean of the group + shift); 0 in a group of one.
+
+    With `shift` -0.1 it is the advantage of AsymRE (arXiv:2506.20520). A shift below 0 favours
+    positives.
+    """
+
+    def __init__(self, shift: float = 0.0):
+        self.shift = shift
+
+    def __call__(self, reward, group, rng):
+        advantage = centred(reward, group) - self.shift
+        return np.where(np.bincount(group)[group] > 1, advantage, 0.0)
+
+
+class LeaveOneOut(Advantage):
+    """A = R - mean of the OTHERS in the group (RLOO, arXiv:2402.14740); 0 in a group of one."""
+
+    def __call__(self, reward, group, rng):
+        count = np.bincount(group)[group]
+        return centred(reward, group) * (count / np.maximum(count - 1, 1))
+
+
+class GroupNormalised(Advantage):
+    """A = (R - mean of the group) / (its standard deviation + 1e-4); 0 in a group of one.
+
+    The advantage of GRPO (arXiv:2402.03300). The variance is divided by the group's size - 1.
+    """
+
+    def __call__(self, reward, group, rng):
+        advantage = centred(reward, group)
+        degrees = np.maximum(np.bincount(group) - 1, 1)
+        variance = np.bincount(group, advantage**2) / degrees
+        return advantage / (np.sqrt(variance)[group] + 1e-4)
+
+
+class GroupBalanced(Advantage):
+    """Drops surplus negatives (R below the group's mean) at random until the group is balanced.
+
+    A = R - mean of the kept, and 0 for the dropped, which still count in the loss's divisor. Each
+    epoch drops anew. The advantage of RED-Drop (arXiv:2509.24203).
+    """
+
+    def __call__(self, reward, group, rng):
+        from pandas import Series
+
+        negative = centred(reward, group) < 0
+        draw = Series(rng.random(len(group)))
+        place = draw.groupby([group, negative]).rank().to_numpy()  # from 1, in a random order
+        positives = np.bincount(group, ~negative)[group]
+        kept = ~negative | (place <= positives)
+        advantage = np.zeros(reward.shape)
+        advantage[kept] = centred(reward[kept], group[kept])
+        return advantage
+
+
+class GroupExponential(Advantage):
+    """A = D e^(D / temperature) with D = R - mean of the group: good trajectories weigh more.
+
+    The advantage of RED-Weight (arXiv:2509.24203).
+    """
+
+    def __init__(self, temperature: float = 1.0):
+        if not temperature > 0:
+            raise InputError(f"data.advantage: temperature must be above 0, not {temperature}")
+        self.temperature = temperature
+
+    def __call__(self, reward, group, rng):
+        difference = centred(reward, group)
+        return difference * np.exp(difference / self.temperature)
+
+
+def centred(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """R - mean of the group, in float64; exactly 0 where all rewards of a group are equal."""
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
+    reward = reward.astype(np.float64)
+    difference = reward - reward[first][group]  # zeros if all are equal, whose mean has no rounding
+    mean = np.bincount(group, difference) / np.bincount(group)
+    return difference - mean[group]
+
+
+def place_in_group(group: np.ndarray) -> np.ndarray:
+    """The place of each element among those of its group, from 0, in the order given."""
+    from pandas import Series  # here: `--help` needs no pandas
+
+    return Series(group).groupby(group).cumcount().to_numpy()
+
+
+def groups_without_signal(advantage: np.ndarray, group: np.ndarray) -> int:
+    """The number of groups in which every advantage is 0."""
+    return len(np.setdiff1d(group, group[advantage != 0]))
+
+
+def positive_share_of(advantage: np.ndarray) -> float:
+    """The effective share of positives: the sum of A over positives, over the sum of |A|.
+
+    0 if every advantage is 0.
+    """
+    total = np.abs(advantage).sum(dtype=float)
+    return np.maximum(advantage, 0).sum(dtype=float) / total if total > 0 else 0.0

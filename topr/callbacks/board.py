@@ -1,0 +1,71 @@
+"""TensorBoard's extras: the layout of its first tab, histograms of log-ratios, some responses."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from topr.trajectories.file import Trajectory
+
+LAYOUT = Path(__file__).with_name("board.yaml")
+RESPONSES = 8  # shown at each validation
+
+
+class TensorBoardExtras(Callback):
+    """Needs a TensorBoardLogger; without one it does nothing."""
+
+    def boards(self, trainer: Trainer) -> list[Any]:
+        """The writers of rank 0."""
+        loggers = [log for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
+        return [logger.experiment for logger in loggers] if trainer.is_global_zero else []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for board in self.boards(trainer):
+            board.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Histograms of h by sign."""
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every or trainer.global_step % every:
+            return
+        rows = outputs["rows"]
+        positive = rows["advantage"] >= 0
+        for board in self.boards(trainer):
+            for sign, chosen in (("positives", positive), ("negatives", ~positive)):
+                values = rows["log_ratio"][chosen]
+                if len(values):
+                    board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Some responses as text."""
+        for board in self.boards(trainer):
+            board.add_text("val/samples", as_text(outputs), trainer.global_step)
+
+
+def as_text(trajectories: list[Trajectory]) -> str:
+    """Prompts, responses and rewards as a block of code: Markdown would take a product for
+    emphasis."""
+    chosen = np.linspace(0, len(trajectories) - 1, min(RESPONSES, len(trajectories)), dtype=int)
+    lines: list[str] = []
+    for i in chosen:
+        shown = trajectories[i]
+        lines += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n".split("\n")
+    return "".join(f"    {line}\n" for line in lines)

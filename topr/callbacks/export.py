@@ -1,0 +1,151 @@
+"""Export: the policy as a Hugging Face folder, with its figures before and after training."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from shlex import join, quote
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from topr.callbacks.speed import Speed
+from topr.datamodule import TrajectoryDataModule
+from topr.evaluation.benchmarks import BENCHMARKS
+from topr.evaluation.report import table
+from topr.io import write_text
+from topr.module import PolicyModule
+from topr.policy.lora import merge_adapter
+from topr.policy.model import export_policy
+from topr.policy.sharding import full_state_dict
+
+
+class ExportPolicy(Callback):
+    """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to
+    the run's folder. A trial run (fast_dev_run) measures, and writes nothing."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.before = state_dict["before"]
+
+    def measure(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any] | None:
+        """Figures on data.test; None without it."""
+        data = getattr(trainer, "datamodule", None)
+        if data is None or data.test is None:
+            return None
+        batch = data.problem_batch("test", data.samples)
+        return module.summarise(batch, module.sample_and_grade(batch))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.before is None:
+            rank_zero_info("measuring the policy on data.test before training")
+            self.before = self.measure(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        after = self.measure(trainer, pl_module)
+        measured = {"before": self.before, "after": after} if after else {}
+        if after:
+            show(measured)
+            log_after(trainer, after)
+        weights = full_state_dict(pl_module.policy)
+        if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        folder = Path(trainer.log_dir or ".")
+        summary = summarise(trainer, pl_module, measured)
+        if pl_module.lora is None:
+            export_policy(pl_module.policy, folder / "policy", weights)
+        else:
+            export_policy(pl_module.policy, folder / "adapter", weights)
+            merged = merge_adapter(pl_module.policy.name, folder / "adapter")
+            export_policy(merged, folder / "policy")
+        card = model_card(pl_module, summary, measured, folder)
+        write_text(folder / "policy" / "README.md", card)
+        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        print(f"Policy and summary.json are in {folder}. Next:")
+        for command in next_commands(trainer, pl_module, folder):
+            print(f"  {command}")
+
+
+def show(measured: dict[str, Any]) -> None:
+    """Print the means before and after."""
+    rank_zero_info("test      " + "".join(f"{name:>10}" for name in measured["after"]))
+    for when, figures in measured.items():
+        means = [f"{value['mean']:>10.3f}" for value in figures.values()]
+        rank_zero_info(f"{when:10}" + "".join(means))
+
+
+def log_after(trainer: Trainer, after: dict[str, Any]) -> None:
+    """Log the means after training; in TensorBoard beside the hyperparameters."""
+    figures = {f"test/{name}": value["mean"] for name, value in after.items()}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger.hparams:
+            logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
+        else:
+            logger.log_metrics(figures, trainer.global_step)
+
+
+def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) -> dict[str, Any]:
+    """The contents of summary.json."""
+    data: Any = getattr(trainer, "datamodule", None)
+    summary: dict[str, Any] = {"max_abs_log_ratio_at_start": module.max_abs_log_ratio}
+    for when, figures in measured.items():
+        summary[when] = {name: value["mean"] for name, value in figures.items()}
+        summary[when]["problems"] = len(data.read_problems("test"))
+        summary[when]["samples"] = data.samples
+    summary["steps"] = trainer.global_step
+    if data is not None:
+        summary["trajectories"] = len(data.data.reward)
+        summary |= data.shares()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Speed):
+            summary["tokens_per_s"] = callback.tokens_per_second(trainer.world_size)
+    return summary
+
+
+def next_commands(trainer: Trainer, module: PolicyModule, folder: Path) -> list[str]:
+    """What to type next."""
+    commands = []
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        commands.append(f"tensorboard --logdir {quote(str(folder.parent))}")
+    data: Any = getattr(trainer, "datamodule", None)
+    for name, (task, *_) in BENCHMARKS.items():
+        same = type(task) is type(module.task) and vars(task) == vars(module.task)
+        if same and data is not None and data.test:
+            arguments = ["--policy", folder / "policy", "--benchmark", f"{name}={data.test}"]
+            arguments += ["--samples", data.samples]
+            commands.append("python evaluate.py " + join(map(str, arguments)))
+    return commands
+
+
+def model_card(
+    module: PolicyModule, summary: dict[str, Any], measured: dict[str, Any], folder: Path
+) -> str:
+    """README.md of an exported policy, in the format of the Hugging Face hub."""
+    about = {
+        "base_model": module.policy_name,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["topr"],
+    }
+    text = f"---\n{yaml.safe_dump(about)}---\n"
+    text += f"# {module.policy_name}, trained with {type(module.loss).__name__}\n\n"
+    trajectories = summary.get("trajectories", "stored")
+    text += f"{summary['steps']} updates on {trajectories} trajectories, with the code of Tapered "
+    text += "Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
+    if measured:
+        counts = "{problems} problems, {samples} samples each".format(**summary["after"])
+        text += f"{table(measured)}\n{counts}; per cent (length: tokens), 95% bootstrap intervals "
+        text += "over problems.\n\n"
+    packages = ("torch", "transformers", "lightning")
+    text += ", ".join(f"{name} {version(name)}" for name in packages) + "\n"
+    config = folder / "config.yaml"
+    if config.exists():
+        text += f"\n```yaml\n{config.read_text()}```\n"
+    return text

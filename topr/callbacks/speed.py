@@ -1,0 +1,158 @@
+"""Speed and memory of training: what was measured, and before it starts what to expect."""
+
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from topr.batching import Tokens, Update
+from topr.io import first_line
+
+
+class Speed(Callback):
+    """Logs `speed/…`. The clock runs from update to update, the wait for data included, but not
+    during validation."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0  # of all trajectories of this rank, before this process too
+        self.seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens = state_dict["tokens"]
+        self.seconds = state_dict["seconds"]
+
+    def tokens_per_second(self, ranks: int) -> float:
+        """Over the whole run and all ranks."""
+        return ranks * self.tokens / max(self.seconds, 1e-9)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if getattr(trainer, "datamodule", None) is not None:
+            print_estimate(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.model = ModelFlops(pl_module.policy.model)
+        bfloat16 = trainer.precision == "bf16-mixed"
+        dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.peak = get_available_flops(pl_module.device, dtype)
+        self.start(pl_module.device)
+
+    def start(self, device: torch.device) -> None:
+        self.began = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.start(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Update, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        seconds = now - self.began
+        self.began = now
+        nominal = computed = flops = 0.0
+        for part in batch.micro_batches:
+            nominal += part.tokens.nominal
+            computed += len(part.tokens.input_ids_L)
+            flops += self.model.of_update(part.tokens)
+        self.tokens += nominal
+        self.seconds += seconds
+        figures = {
+            "speed/tokens_per_s": trainer.world_size * nominal / seconds,
+            "speed/computed_share": computed / max(nominal, 1.0),
+            "speed/peak_memory_gb": peak_memory(pl_module.device) / 1e9,
+        }
+        if self.peak:
+            figures["speed/utilisation"] = flops / seconds / self.peak
+        self.log_dict(figures)
+
+
+class ModelFlops:
+    """Floating-point operations of a forward and backward: 6 x (parameters without embeddings) of
+    each token, 6 x vocabulary x hidden of each response token, and 12 x layers x hidden of each
+    pair of tokens of which one attends to the other."""
+
+    def __init__(self, model: Any):
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings().weight
+        tables = {model.get_input_embeddings().weight, head}
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.body = parameters - sum(table.numel() for table in tables)
+        self.head = head.numel()
+        self.attention = config.num_hidden_layers * config.hidden_size
+
+    def of_update(self, tokens: Tokens) -> float:
+        pairs = 0.0
+        for start, end, first, last in tokens.spans:
+            queries = end - start
+            pairs += queries * (queries / 2 + last - first)
+        linear = self.body * len(tokens.input_ids_L) + self.head * len(tokens.target_N)
+        return 6 * linear + 12 * self.attention * pairs
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of a GPU since the last validation, on a CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def estimate_training(trainer: Trainer, module: Any) -> dict[str, float]:
+    """`memory.estimate` for the policy, data and settings that are about to train."""
+    from topr.policy.memory import estimate
+
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    prompt_tokens, response_tokens = data.data.sizes[1:]
+    batches = data.plan(0).batches
+    most = max((prompt_tokens + response_tokens)[batch].sum() for batch in batches)
+    share = most / trainer.world_size  # of a rank in the largest update
+    microbatches = math.ceil(share / data.microbatch_tokens)
+    tokens = math.ceil(share / microbatches)
+    responses = response_tokens.sum() / (prompt_tokens + response_tokens).sum()
+    return estimate(
+        module.policy_name,
+        module.prepare,
+        module.optimizer,
+        module.device,
+        padded=module.policy.padded,
+        tokens=tokens,
+        response_tokens=math.ceil(responses * tokens),
+        microbatches=microbatches,
+        bfloat16=trainer.precision == "bf16-mixed",
+        checkpointing=module.activation_checkpointing,
+        devices=trainer.world_size,
+        sharded=module.device_mesh is not None,
+        reshard=module.reshard_after_forward,
+    )
+
+
+def print_estimate(trainer: Trainer, module: Any) -> None:
+    """Print the estimated memory of training, and warn if the GPU has less."""
+    try:
+        found = estimate_training(trainer, module)
+    except Exception as error:  # whatever a model raises on tensors without data
+        rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
+        return
+    found = {name: size / 1e9 for name, size in found.items()}
+    peak = max(found["fit"], found["sample"])
+    names = ("weights", "gradients", "optimizer", "activations")
+    parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
+    note = "without the rows of sampling"
+    rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}), {note}")
+    device = module.device
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory / 1e9
+        if peak > there:
+            remedy = "lower data.microbatch_tokens, add configs/lora.yaml or configs/fsdp.yaml"
+            rank_zero_warn(f"training takes about {peak:.0f} GB, this GPU has {there:.0f}: {remedy}")

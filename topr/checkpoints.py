@@ -1,0 +1,55 @@
+"""Checkpoints: written completely or not at all, found again, read without executing anything."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from topr.io import atomic, explained, remove
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """A checkpoint file appears under its name when it is complete, and a folder of shards
+    disappears at once. A folder of shards is complete when it holds meta.pt, written last."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        what = f"the checkpoint {path} cannot be written"
+        remedy = "earlier ones are kept: make room and resume with --ckpt_path last"
+        # torch raises a RuntimeError for a full disk
+        with explained(what, (OSError, RuntimeError), remedy), atomic(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        path = Path(path)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+        os.replace(path, aside)  # half a folder must not pass for a checkpoint
+        remove(aside)
+
+
+def updates(checkpoint: Path) -> int | None:
+    """Updates before a checkpoint, a file or a folder of shards; None if it is incomplete or not a
+    checkpoint."""
+    sharded = checkpoint.is_dir()
+    try:
+        file = checkpoint / "meta.pt" if sharded else checkpoint
+        content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
+        if sharded and not (checkpoint / ".metadata").stat().st_size:
+            return None
+        complete = content.keys() >= {"loops", "pytorch-lightning_version"}
+        return content["global_step"] if complete else None
+    except Exception:  # whatever torch raises about a broken file
+        return None
+
+
+def newest(root: Path) -> tuple[Path | None, int]:
+    """The newest complete checkpoint of the runs `root/version_*`, and the updates before it."""
+    found = root.glob("version_*/checkpoints/*.ckpt")
+    for path in sorted(found, key=os.path.getmtime, reverse=True):
+        count = updates(path)
+        if count is not None:
+            return path, count
+    return None, 0

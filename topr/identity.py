@@ -1,0 +1,117 @@
+"""Identity is content: hashes by which policies, data, problems and graders are recognised.
+
+Nothing is recognised by its name, its path or a part of it.
+"""
+
+import hashlib
+import inspect
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import safe_open
+from torch import Tensor
+
+from topr.policy.files import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_policy,
+    stored_tensors,
+)
+from topr.settings import plain
+
+# keys of configs that say where and with what a policy was saved, not what it computes
+UNRELATED = {"_name_or_path", "_from_model_config", "transformers_version", "dtype", "torch_dtype"}
+UNRELATED |= {"architectures"}
+
+
+def content_hash(*parts: Any) -> str:
+    """16 hex digits of any values that JSON or `plain` can write."""
+    text = json.dumps(parts, sort_keys=True, default=plain)
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def file_hash(path: str | Path) -> str:
+    """Hash of a file's bytes."""
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def data_hash(files: list[str]) -> str:
+    """Hash of the rows of a data set: of the bytes of its files, in their order."""
+    return content_hash([file_hash(path) for path in files])
+
+
+def grader_hash(task: Any) -> str:
+    """Hash of what decides a grade: the source of the task's modules and its settings."""
+    modules = {inspect.getmodule(kind) for kind in type(task).__mro__ if kind is not object}
+    files = {Path(module.__file__) for module in modules if getattr(module, "__file__", None)}
+    files |= set(task.sources)
+    sources = sorted(file_hash(path) for path in files if path.suffix != ".so")
+    settings = {name: value for name, value in vars(task).items() if name != "init_args"}
+    return content_hash(type(task).__qualname__, sources, settings)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of what decides token ids: rules, vocabulary, special tokens, chat template. Trajectory
+    files of all earlier versions hold it in this form."""
+    rules = tokenizer.get_vocab()
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        for key in ("padding", "truncation"):  # mere use sets them
+            rules.pop(key, None)
+    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def policy_hash(name: str) -> str:
+    """Hash of a stored policy: all weights in float32, both configs, the tokenizer. The same values
+    in another file layout or in a wider dtype have the same hash."""
+    files = sorted(path for path in resolve_policy(name).iterdir() if path.is_file())
+    # ctime changes with every write, and cannot be set
+    states = tuple((str(path), path.stat().st_ino, path.stat().st_ctime_ns) for path in files)
+    return _stored_policy_hash(name, states)
+
+
+@lru_cache(maxsize=16)  # 8 billion weights take seconds
+def _stored_policy_hash(name: str, states: tuple) -> str:
+    tensors = {}
+    for key, path in stored_tensors(name).items():
+        with safe_open(path, "pt") as file:
+            tensors[key] = tensor_hash(file.get_tensor(key))
+    configs = load_config(name), load_generation_config(name)
+    return _policy_hash(tensors, *configs, load_tokenizer(name))
+
+
+def weights_hash(policy: Any, weights: dict[str, Tensor]) -> str:
+    """`policy_hash` of a `Policy` in memory, such as one in training, from all its weights."""
+    tensors = {name: tensor_hash(value) for name, value in weights.items()}
+    model = policy.model
+    return _policy_hash(tensors, model.config, model.generation_config, policy.tokenizer)
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Hash of a tensor's shape and its values in float32."""
+    values = tensor.detach().float().cpu().contiguous().numpy()
+    return f"{list(values.shape)} {xxhash.xxh3_64_hexdigest(values)}"
+
+
+def _policy_hash(tensors: dict[str, str], config: Any, generation: Any, tokenizer: Any) -> str:
+    configs = []
+    for entry in (config.to_dict(), generation.to_dict()):
+        configs.append({key: value for key, value in entry.items() if key not in UNRELATED})
+    return content_hash(sorted(tensors.items()), configs, tokenizer_hash(tokenizer))
+
+
+def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a trajectory file whose log mu this stored policy scored; see
+    `trajectories.file.METADATA_KEYS`."""
+    identity = {"tokenizer": tokenizer_hash(load_tokenizer(name)), "policy": policy_hash(name)}
+    return {**identity, "precision": precision, **more}

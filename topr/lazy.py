@@ -1,0 +1,17 @@
+"""Public names of a package, imported when they are used: commands start without the rest."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, **modules: list[str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a package, from the public names of each of its modules."""
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return find

@@ -1,0 +1,167 @@
+"""Policy gradients that TOPR is compared with; the stored log mu stands in for the old policy.
+
+Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T).
+"""
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from topr.losses.base import (
+    Loss,
+    LossOutput,
+    check_argument,
+    mean_tokens,
+    sum_tokens,
+    whole_response_output,
+)
+from topr.losses.topr import LOG_INFINITY, LOG_ZERO, Ratio, RatioLoss, Tapered, rho
+
+
+def check_clips(**clips: float) -> None:
+    """Raise an InputError unless the distances of all clip bounds from 1 are at least 0."""
+    for name, clip in clips.items():
+        check_argument(name, clip, clip >= 0, "at least 0; .inf clips nothing")
+
+
+def exp_ratio(log_x: Tensor) -> Tensor:
+    """The ratio, detached, at most e^20 so that it stays finite."""
+    return log_x.detach().clamp(LOG_ZERO, LOG_INFINITY).exp()
+
+
+class PPO(RatioLoss):
+    """-(1/T) sum_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), offline, without KL and
+    critic (arXiv:1707.06347).
+
+    With advantages normalised by group it is GRPO (arXiv:2402.03300). With `ratio: sequence_mean`
+    also GSPO (arXiv:2507.18071), -min(s A, clip(s) A), where s carries the 1/T. See `RatioLoss`.
+    """
+
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = "token"):
+        super().__init__(ratio)
+        check_clips(clip_low=clip_low, clip_high=clip_high)
+        self.low = 1 - clip_low
+        self.high = 1 + clip_high
+
+    def taper(self, log_x: Tensor, positive: Tensor) -> Tapered:
+        ratio = rho(log_x, LOG_ZERO, LOG_INFINITY)
+        # min(r A, clip(r) A) / A: positives are clipped from above only, negatives from below only
+        value = torch.where(positive, ratio.clamp(max=self.high), ratio.clamp(min=self.low))
+        weight = exp_ratio(log_x)
+        clipped = torch.where(positive, weight > self.high, weight < self.low)
+        return Tapered(value, weight * ~clipped, clipped.to(log_x))
+
+
+class WeightedLoss(Loss):
+    """-(1/T) sum_t A sg(w_t) log pi_t: a policy gradient whose weights are not differentiated.
+
+    Args:
+        clip_low: the lower bound of r is 1 - clip_low.
+        clip_high: the upper bound of r is 1 + clip_high.
+    """
+
+    def __init__(self, clip_low: float, clip_high: float):
+        check_clips(clip_low=clip_low, clip_high=clip_high)
+        self.low = 1 - clip_low
+        self.high = 1 + clip_high
+
+    @abstractmethod
+    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+        """w_t, and whether it is clipped or masked; from r_t (detached) and A of each token."""
+
+    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
+        log_ratio_N = (log_probs_N - ref_log_probs_N).detach()
+        advantage_N = advantage_B.repeat_interleave(length_B, output_size=len(log_ratio_N))
+        weight_N, truncated_N = self.weights(exp_ratio(log_ratio_N), advantage_N)
+        objective_B = advantage_B * sum_tokens(weight_N * log_probs_N, length_B)
+        return LossOutput(
+            loss_B=-objective_B / length_B,
+            objective_B=objective_B.detach(),
+            log_ratio_B=sum_tokens(log_ratio_N, length_B),
+            weight_B=mean_tokens(weight_N, length_B),
+            truncated_B=mean_tokens(truncated_N.to(weight_N), length_B),
+        )
+
+
+class CISPO(WeightedLoss):
+    """w = clip(r, 1 - clip_low, 1 + clip_high); no token is dropped (MiniMax-M1,
+    arXiv:2506.13585)."""
+
+    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+        clipped_N = ratio_N.clamp(self.low, self.high)
+        return clipped_N, clipped_N != ratio_N
+
+
+class REC(WeightedLoss):
+    """w = M_t, a mask that stands for clipping, or r_t M_t with `importance` (arXiv:2509.24203)."""
+
+    def __init__(self, importance: bool = False, clip_low: float = 0.2, clip_high: float = 0.2):
+        super().__init__(clip_low, clip_high)
+        self.importance = importance
+
+    @abstractmethod
+    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+        """M_t, boolean."""
+
+    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+        mask_N = self.mask(ratio_N, advantage_N)
+        if self.importance:
+            return mask_N * ratio_N, ~mask_N
+        return mask_N.to(ratio_N), ~mask_N
+
+
+class RECOneSide(REC):
+    """M: r <= 1 + clip_high for A >= 0, r >= 1 - clip_low for A <= 0. With `importance` it has
+    PPO's gradient."""
+
+    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+        positive_N = (advantage_N >= 0) & (ratio_N <= self.high)
+        negative_N = (advantage_N <= 0) & (ratio_N >= self.low)
+        return positive_N | negative_N
+
+
+class RECTwoSide(REC):
+    """M: 1 - clip_low <= r <= 1 + clip_high."""
+
+    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+        return (ratio_N >= self.low) & (ratio_N <= self.high)
+
+
+class RECRing(RECTwoSide):
+    """M: both sides, and tokens that lag far behind: r <= 1 - outer_low for A >= 0, or
+    r >= 1 + outer_high for A <= 0."""
+
+    def __init__(
+        self,
+        importance: bool = False,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        outer_low: float = 0.6,
+        outer_high: float = 2.0,
+    ):
+        super().__init__(importance, clip_low, clip_high)
+        check_clips(outer_low=outer_low, outer_high=outer_high)
+        self.outer_low = 1 - outer_low
+        self.outer_high = 1 + outer_high
+
+    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+        positive_N = (advantage_N >= 0) & (ratio_N <= self.outer_low)
+        negative_N = (advantage_N <= 0) & (ratio_N >= self.outer_high)
+        return super().mask(ratio_N, advantage_N) | positive_N | negative_N
+
+
+class OPMD(Loss):
+    """-A log pi + (tau/2) h^2 on whole sequences, without 1/T (Kimi k1.5, arXiv:2501.12599)."""
+
+    def __init__(self, tau: float = 0.1):
+        check_argument("tau", tau, 0 <= tau < math.inf, "finite and at least 0")
+        self.tau = tau
+
+    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
+        log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
+        penalty_B = self.tau / 2 * log_ratio_B.square()
+        loss_B = penalty_B - advantage_B * sum_tokens(log_probs_N, length_B)
+        weight_B = torch.ones_like(log_ratio_B)  # of the first term
+        return whole_response_output(loss_B, log_ratio_B, weight_B)

@@ -1,0 +1,164 @@
+"""What an update did to each of its trajectories: gathered over ranks, checked and summarised.
+
+Rows are float64 columns (float32 would round row numbers) of B trajectories.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from topr.advantages import groups_without_signal, positive_share_of
+from topr.batching import MicroBatch
+from topr.distributed import gather, same_error_on_all_ranks
+from topr.io import DivergedError, InputError
+from topr.losses.base import LossOutput, sum_tokens
+
+# of any sequence before the first update, where mu is this policy scored in float32
+MAX_LOG_RATIO = 1e-2
+# likewise per token, where either precision is bfloat16
+MEDIAN_TOKEN_LOG_RATIO = 2e-2
+Rows = dict[str, np.ndarray]
+
+
+def columns_of(part: MicroBatch, output: LossOutput, gradient_N: Tensor) -> dict[str, Tensor]:
+    """The columns of a micro-batch whose backward has run.
+
+    Args:
+        gradient_N: of the scaled loss at the log-probs.
+    """
+    length_B = part.tokens.length_B
+    return {
+        "real": part.real_B,
+        "trajectory": part.trajectory_B,
+        "group": part.group_B,
+        "reward": part.reward_B,
+        "advantage": part.advantage_B,
+        "length": length_B,
+        "loss": output.loss_B.detach(),
+        "objective": output.objective_B,
+        "log_ratio": output.log_ratio_B,
+        "weight": output.weight_B,
+        "truncated": output.truncated_B,
+        "gradient": sum_tokens(gradient_N.square(), length_B),  # squared norm
+    }
+
+
+def gather_columns(parts: list[dict[str, Tensor]]) -> Rows:
+    """The columns of all micro-batches and ranks, without fillers, in the order of the data."""
+    names = list(parts[0])
+    stacked = [torch.stack([part[name].double() for name in names]) for part in parts]
+    values = torch.cat(stacked, dim=1).cpu().numpy()  # one transfer from the device
+    values = np.concatenate(gather(values), axis=1)
+    rows = dict(zip(names, values, strict=True))
+    order = np.argsort(rows["trajectory"], kind="stable")
+    order = order[rows["real"][order] > 0]
+    found = {name: column[order] for name, column in rows.items()}
+    for name in ("trajectory", "group"):
+        found[name] = found[name].astype(int)
+    return found
+
+
+def check_finite(rows: Rows, norm: float, update: int, data: Any) -> None:
+    """Raise a DivergedError before an update of NaN or infinite numbers: weights and checkpoints
+    stay as they were.
+
+    Args:
+        norm: of the gradient.
+        data: the `TrainingSet`, which knows where trajectories come from, if there is one.
+    """
+    what, bad = "gradient of the weights", np.full(len(rows["loss"]), not np.isfinite(norm))
+    for column, name in (("gradient", "gradient"), ("loss", "loss"), ("log_ratio", "log-probs")):
+        infinite = ~np.isfinite(rows[column])
+        if infinite.any():
+            what, bad = name, infinite
+    if not bad.any():
+        return
+    where = ""
+    if data is not None:
+        places = [data.place(trajectory) for trajectory in rows["trajectory"][bad][:3]]
+        where = f" (first {', '.join(places)})"
+    share = f"{bad.sum()} of its {len(bad)} trajectories{where}"
+    message = f"update {update}: the {what} is NaN or infinite for {share}"
+    remedy = "lower the learning rate or set trainer.precision 32-true"
+    with same_error_on_all_ranks():
+        raise DivergedError(
+            f"{message}, so nothing was updated: {remedy}, then resume with --ckpt_path last"
+        )
+
+
+def check_start(rows: Rows, precision: str, data: Any) -> None:
+    """Before the first update log pi must equal log mu where a file says that this very policy
+    sampled it; of another policy, the distribution of h is reported.
+
+    Args:
+        precision: of training.
+        data: the `TrainingSet`; without one, nothing is known about the sampling policy.
+    """
+    if data is None:
+        return
+    own = data.sampled_by_policy(rows["trajectory"])
+    if not own.all():
+        low, middle, high = np.quantile(rows["log_ratio"][~own], [0, 0.5, 1])
+        figures = f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
+        share = f"{(~own).mean():.0%} of the first batch"
+        rank_zero_info(f"another or an unknown policy sampled {share}; {figures}")
+    if not own.any():
+        return
+    trajectory = rows["trajectory"][own]
+    size = np.abs(rows["log_ratio"][own])
+    if precision == "32-true" and data.in_float32(trajectory):
+        found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
+    else:
+        size = size / rows["length"][own]
+        found, bound = np.median(size), MEDIAN_TOKEN_LOG_RATIO
+        measure = "the median |log pi - log mu| per token"
+    if found <= bound:
+        return
+    worst = data.place(trajectory[size.argmax()])
+    message = f"data.train says that this policy sampled it, but before the first update {measure}"
+    expected = f"is {found:.3g}, expected at most {bound} (worst: {worst})"
+    with same_error_on_all_ranks():
+        raise InputError(f"{message} {expected}; score the responses again with this policy")
+
+
+def statistics(rows: Rows) -> dict[str, float]:
+    """What is logged of one update; `callbacks/README.md` explains each name. NaN stands for what a
+    batch without positives, or without negatives, does not have."""
+    advantage = rows["advantage"]
+    weight = rows["weight"]
+    positive = advantage >= 0
+    squares = (weight**2).sum() * len(weight)
+    found = {
+        "train/loss": rows["loss"].mean(),
+        "train/objective": rows["objective"].mean(),
+        "train/reward": rows["reward"].mean(),
+        "train/positive_share": positive.mean(),
+        "train/effective_positive_share": positive_share_of(advantage),
+        "train/groups_without_signal": groups_without_signal(advantage, rows["group"]),
+        "weight/effective_sample_size": weight.sum() ** 2 / max(squares, 1e-12),
+        "weight/negatives_below_0.01": mean(weight[~positive] < 0.01),
+        "gradient/positive_share": share(rows["gradient"], positive),
+    }
+    for sign, chosen in (("positives", positive), ("negatives", ~positive)):
+        log_ratio = rows["log_ratio"][chosen]
+        found |= {
+            f"log_ratio/{sign}_mean": mean(log_ratio),
+            f"log_ratio/{sign}_min": log_ratio.min(initial=np.inf) if len(log_ratio) else np.nan,
+            f"log_ratio/{sign}_max": log_ratio.max(initial=-np.inf) if len(log_ratio) else np.nan,
+            f"drift/{sign}": mean(log_ratio / rows["length"][chosen]),
+            f"weight/{sign}_truncated": mean(rows["truncated"][chosen]),
+        }
+    return {name: float(value) for name, value in found.items()}
+
+
+def mean(values: np.ndarray) -> float:
+    """The mean; NaN of nothing, without a warning."""
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def share(values: np.ndarray, chosen: np.ndarray) -> float:
+    """The share of the chosen ones in the sum of all values, 0 if that is 0."""
+    return float(values[chosen].sum() / max(values.sum(), 1e-300))

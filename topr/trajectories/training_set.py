@@ -1,0 +1,120 @@
+"""All training files as one set, mapped into memory: it does not grow with the files."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from topr.distributed import rank
+from topr.identity import data_hash, policy_hash, tokenizer_hash
+from topr.io import InputError, first_line
+from topr.policy.files import load_tokenizer, vocabulary_and_context
+from topr.trajectories.file import SCHEMA, batches, read_metadata, resolve_files
+
+COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
+
+
+@dataclass
+class TrainingSet:
+    """The trajectories of all training files, as one set."""
+
+    files: list[str]
+    metadata: list[dict[str, Any]]  # of each file
+    rows: Any  # the training columns, a memory-mapped `datasets.Dataset` in Arrow format
+    policy_hash: str  # of the policy that starts training
+
+    def __post_init__(self) -> None:
+        table = self.rows.data.table
+        prompts = table["prompt_ids"]
+        lengths = [pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids")]
+        # see `batching.arrange`
+        self.sizes = np.stack((prompt_index(prompts), *lengths), dtype=np.int32, casting="unsafe")
+        self.reward = table["reward"].to_numpy()
+        # combined first: otherwise each chunk would get a dictionary of its own
+        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
+        counts = [pq.read_metadata(path).num_rows for path in self.files]
+        self.file = np.repeat(np.arange(len(counts)), counts)  # of each trajectory
+        self.file_start = np.cumsum([0, *counts])
+
+    def place(self, trajectory: int) -> str:
+        """File and row number of a trajectory, for messages."""
+        file = self.file[trajectory]
+        return f"row {trajectory - self.file_start[file]} of {self.files[file]}"
+
+    def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
+        """Whether the files of trajectories say that the policy that starts training sampled them."""
+        own = [metadata["policy"] == self.policy_hash for metadata in self.metadata]
+        return np.array(own)[self.file[trajectory]]
+
+    def in_float32(self, trajectory: np.ndarray) -> bool:
+        """Whether log mu of all these trajectories was scored in float32."""
+        files = np.unique(self.file[trajectory])
+        return all(self.metadata[file]["precision"] in (None, "32-true") for file in files)
+
+
+def read_training_set(train: str | list[str], policy: str, longest: int) -> TrainingSet:
+    """Check trajectory files row by row, and map them into memory.
+
+    Args:
+        train: paths, globs or hub data sets.
+        policy: whose tokenizer the files must have.
+        longest: bound on the tokens of a prompt with its response.
+
+    Raises:
+        InputError: a file or a row is not what it should be; only rank 0 checks rows.
+    """
+    files = resolve_files(train)
+    metadata = [read_metadata(path) for path in files]
+    expected = tokenizer_hash(load_tokenizer(policy))
+    vocabulary, context = vocabulary_and_context(policy)
+    for path, entry in zip(files, metadata, strict=True):
+        if entry["tokenizer"] not in (None, expected):
+            message = f"{path} has another tokenizer than policy {policy!r}"
+            remedy = "train a policy with that tokenizer or import the text again"
+            raise InputError(f"{message}; {remedy}")
+        if rank() == 0:
+            for _ in batches(path, vocabulary, min(longest, context)):
+                pass  # reading checks every row
+    return TrainingSet(files, metadata, map_rows(files), policy_hash(policy))
+
+
+def map_rows(files: list[str]) -> Any:
+    """The training columns of Parquet files as one `datasets.Dataset` in Arrow format."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    features = datasets.Features.from_arrow_schema(SCHEMA)
+    parts = []
+    for path in files:
+        conversations = "sampled" in pq.read_schema(path).names
+        try:
+            part = datasets.load_dataset(
+                "parquet",
+                data_files=path,
+                columns=COLUMNS + ["sampled"] if conversations else COLUMNS,
+                features=features,
+                split="train",
+                # its own cache would know a file by its path and time
+                cache_dir=Path(datasets.config.HF_DATASETS_CACHE, data_hash([path])),
+            )
+        except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+            reason = first_line(error.__cause__ or error)
+            message = f"the cache of data.train cannot be written ({reason})"
+            remedy = f"make room in {datasets.config.HF_DATASETS_CACHE}, or set HF_DATASETS_CACHE"
+            raise InputError(f"{message}; {remedy}") from error
+        parts.append(part)
+    return datasets.concatenate_datasets(parts).with_format("arrow")
+
+
+def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
+    """A number for each row of a column of lists, equal for equal lists, the same on every rank."""
+    digests = []
+    for chunk in column.chunks:
+        for ids in chunk.to_numpy(zero_copy_only=False):
+            digests.append(blake2b(ids, digest_size=8).digest())
+    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]
