@@ -1,110 +1,137 @@
 """Make the embedded task's data. data/README.md has the commands that made what is shipped.
 
-python data/arithmetic/make.py --out FOLDER: a base policy, problems, trajectories.
-python data/arithmetic/make.py verifier --out FOLDER: a verifier's base policy, and solutions for it to judge.
+python data/arithmetic/make.py base --out FOLDER: a base policy, problems, trajectories.
+python data/arithmetic/make.py verifier --out FOLDER: a verifier's base policy, and solutions for
+it to judge.
 """
 
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
-import yaml
+from jsonargparse import auto_cli
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
+from data.arithmetic.critiques import judgements
+from data.arithmetic.imitation import imitate, make_policy, make_tokenizer
+from data.arithmetic.problems import (
+    LETTERS,
+    SEPARATORS,
+    Problem,
+    Setting,
+    base_prompts,
+    demonstration,
+    draw_split,
+)
 from topr.evaluation import SamplingJob
-from topr.io import ArgumentParser, InputError, check_folder, command
+from topr.io import ArgumentParser, check_folder, command, write_text
 from topr.policy import export_policy, load_policy
-from topr.reproduce.making import imitate, judgements, make
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
-from topr.tasks.arithmetic import configured
-from topr.trajectories.__main__ import report
+from topr.trajectories import write_trajectories
 
 
-def main() -> None:
-    torch.set_num_threads(
-        1
-    )  # as fast as more for a model of this size, and the same bits everywhere
-    with command():
-        if sys.argv[1:2] == ["verifier"]:
-            parser = ArgumentParser(prog="python data/arithmetic/make.py verifier")
-            parser.add_function_arguments(make_verifier)
-            make_verifier(**parser.parse_args(sys.argv[2:]))
-        else:
-            make_task()
+def make_base(
+    out: Path,
+    setting: Setting = Setting(),
+    seed: NonNegativeInt = 0,
+    stages: tuple[tuple[PositiveInt, PositiveFloat], ...] = ((1150, 3e-3),),
+    batch_size: PositiveInt = 96,
+    train: PositiveInt = 500,
+    val: PositiveInt = 200,
+    test: PositiveInt = 300,
+    samples: NonNegativeInt = 16,
+) -> None:
+    """Write a base policy, problems, and graded and scored trajectories.
 
-
-def make_task() -> None:
-    parser = ArgumentParser(prog="python data/arithmetic/make.py", description=__doc__)
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder to write")
-    add(
-        "--seed",
-        type=NonNegativeInt,
-        default=0,
-        help="of everything; another seed gives other problems, too",
-    )
-    add("--config", type=Path, help="experiment whose task to make, instead of the default one")
-    add(
-        "--steps",
-        type=PositiveInt,
-        nargs="+",
-        default=[1150],
-        help="supervised updates of each stage",
-    )
-    add("--lr", type=PositiveFloat, nargs="+", default=[3e-3], help="learning rate of each stage")
-    add("--batch-size", type=PositiveInt, default=96, help="demonstrations per supervised update")
-    for split, count in (("train", 500), ("val", 200), ("test", 300)):
-        add(f"--{split}", type=PositiveInt, default=count, help=f"{split} problems")
-    add(
-        "--samples",
-        type=NonNegativeInt,
-        default=16,
-        help="trajectories per training problem; 0 writes no such file",
-    )
-    args = vars(parser.parse_args())
-    out, config, samples = args["out"], args.pop("config"), args["samples"]
-    if len(args["lr"]) != len(args["steps"]):
-        raise InputError(
-            f"--lr has {len(args['lr'])} values, --steps {len(args['steps'])}; give one of each per stage"
-        )
+    Args:
+        out: folder to write
+        seed: of everything; another seed gives other problems, too
+        stages: number of supervised updates and learning rate of each stage
+        batch_size: demonstrations per supervised update
+        train: train problems
+        val: val problems
+        test: test problems
+        samples: trajectories per train problem; 0 writes none
+    """
     check_folder("--out", out)
-    try:
-        task = configured(config) if config else Arithmetic()
-    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-        raise InputError(f"{config} has no model.task; name an experiment that has one") from error
-    if not isinstance(task, Arithmetic):
-        raise InputError(
-            f"{config} has another model.task than topr.tasks.Arithmetic, whose data this command makes"
-        )
-    make(task, **args)
+    problems = {}
+    for number, (split, count) in enumerate((("train", train), ("val", val), ("test", test)), 1):
+        problems[split] = draw_split(setting, split, count, np.random.default_rng([seed, number]))
+        write_problems(out / f"{split}.jsonl", problems[split])
+
+    torch.manual_seed(seed)
+    policy = make_policy(make_tokenizer(LETTERS + SEPARATORS if setting.filler else ""))
+    examples = demonstrations(setting, np.random.default_rng([seed, 0]))
+    for steps, lr in stages:
+        imitate(policy, examples, steps, lr, batch_size)
+    export_policy(policy, out / "base")
+
     if samples:
-        print(report([str(out / "train.parquet")]))
-    print(
-        f"wrote a base policy, problems and {samples} trajectories per training problem under {out}"
-    )
+        task = Arithmetic(setting.max_new_tokens)
+        write_responses(out / "train.parquet", out / "base", task, problems["train"], samples, seed)
 
 
 def make_verifier(
     out: Path,
     data: Path = Path("data/arithmetic"),
     seed: NonNegativeInt = 0,
-    steps: PositiveInt = 400,  # supervised updates of the base policy
-    samples: PositiveInt = 4,  # solutions of each validation and test problem
+    steps: PositiveInt = 400,
+    samples: PositiveInt = 4,
 ) -> None:
-    """Write a verifier's base policy, made from the one in `data`, and solutions for it to judge under `out`."""
+    """Write a verifier's base policy, and solutions for it to judge.
+
+    Args:
+        out: folder to write
+        data: folder with the base policy and its problems
+        seed: of everything
+        steps: supervised updates, from the base policy on
+        samples: solutions of each val and test problem
+    """
     check_folder("--out", out)
-    policy, task = load_policy(str(data / "base")), Arithmetic()
+    task = Arithmetic()
     for split in ("val", "test"):
         problems = task.problems(data / f"{split}.jsonl")
-        job = SamplingJob(policy.name, task, problems, samples, task.sampling, seed)
-        job.sample_part(out / f"{split}.parquet", problems, LocalSampler(), policy)
-    imitate(policy, judgements(task, np.random.default_rng([seed, 0])), steps)
+        write_responses(out / f"{split}.parquet", data / "base", task, problems, samples, seed)
+    policy = load_policy(str(data / "base"))
+    imitate(policy, judgements(Setting(), np.random.default_rng([seed, 0])), steps)
     export_policy(policy, out / "base")
-    print(f"wrote base, val.parquet and test.parquet under {out}")
+
+
+def demonstrations(setting: Setting, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
+    """Endless prompts of the base split with imperfect solutions, and whether these end."""
+    for prompt in base_prompts(setting, rng):
+        response, finished = demonstration(setting, setting.errors, prompt, rng)
+        yield prompt, response, finished
+
+
+def write_problems(path: Path, problems: list[Problem]) -> None:
+    lines = ""
+    for problem in problems:
+        row = {"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}
+        lines += json.dumps(row) + "\n"
+    write_text(path, lines)
+
+
+def write_responses(
+    path: Path, policy: Path, task: Arithmetic, problems: list[Problem], samples: int, seed: int
+) -> None:
+    """Write graded and scored responses of a policy to problems."""
+    job = SamplingJob(str(policy), task, problems, samples, task.sampling, seed)
+    rows = job.sample(problems, LocalSampler(), load_policy(str(policy)), microbatch_tokens=16384)
+    write_trajectories(path, rows, job.metadata)
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # fast enough for this size, and the same bits everywhere
+    commands = {"base": make_base, "verifier": make_verifier}
+    with command():
+        auto_cli(commands, as_positional=False, parser_class=ArgumentParser)
 
 
 if __name__ == "__main__":

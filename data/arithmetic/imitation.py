@@ -1,0 +1,89 @@
+"""Make base policies: small language models that imitate demonstrations."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from topr.batching import pack
+from topr.policy import Policy, export_policy, load_policy
+
+SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
+
+
+def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per character, for `SYMBOLS` and the extra characters."""
+    symbols = dict.fromkeys([*SYMBOLS, *extra])
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=128,
+    )
+
+
+def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
+    """A randomly initialised Llama with 160k parameters."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/policy"
+        export_policy(Policy(LlamaForCausalLM(config), tokenizer, path), Path(path))
+        policy = load_policy(path)
+    policy.tokenizer = tokenizer
+    return policy
+
+
+def imitate(
+    policy: Policy,
+    demonstrations: Iterator[tuple[str, str, bool]],
+    steps: int,
+    lr: float = 3e-3,
+    batch_size: int = 96,
+) -> None:
+    """Train a policy in place on prompts, responses, and whether each response ends.
+
+    It stops after the first third of a cosine schedule, so that there is room to improve.
+    """
+    tokenizer = policy.tokenizer
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
+    policy.train()
+    for step in range(1, steps + 1):
+        prompt_ids = []
+        response_ids = []
+        for prompt, response, finished in islice(demonstrations, batch_size):
+            prompt_ids.append(np.array(tokenizer(prompt)["input_ids"]))
+            ids = tokenizer(response)["input_ids"]
+            if finished:
+                ids.append(tokenizer.eos_token_id)
+            response_ids.append(np.array(ids, dtype=int))
+        loss = -policy.log_probs(pack(prompt_ids, response_ids)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"base policy: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
+    policy.eval()
