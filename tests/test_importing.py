@@ -30,7 +30,7 @@ SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant",
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A random Llama; its tokenizer puts a BOS before text, and its chat template writes one, too."""
+    """A random Llama whose tokenizer and chat template both write a BOS."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -92,10 +92,6 @@ CASES = {
         [{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}],
         [([SYSTEM, ASK], "4", 1)],
     ),
-    "text, chat response": (
-        [{"prompt": "2+2=", "response": [SAY], "reward": 1}],
-        [("2+2=", "4", 1)],
-    ),
     "conversation": (
         [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
         [([SYSTEM, ASK], "4", -0.5)],
@@ -105,10 +101,6 @@ CASES = {
         [([ASK, WRONG, ASK], "4", 1)],
     ),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
-    "TRL unpaired chat": (
-        [{"prompt": [ASK], "completion": [WRONG], "label": False}],
-        [([ASK], "five", -1)],
-    ),
     "TRL paired": (
         [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
         [("2+2=", "4", 1), ("2+2=", "five", -1)],
@@ -278,17 +270,12 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
 
 
-def test_import_takes_what_other_programs_write(run, tmp_path, policy):
-    line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "group": null, "gold": 3}\n'
-    (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
-    (exact, _), _ = imported(run, policy, tmp_path / "a.jsonl")
-    (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
-    assert 0 < np.abs(np.subtract(first.ref_logprobs, exact.ref_logprobs)).max() < 0.05
-    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (
-        first.prompt_id,
-        second.prompt_id,
-    )
-    assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+def test_the_precision_of_training_can_score(run, tmp_path, policy):
+    rows = [{"prompt": "1", "response": "1+2", "reward": 1, "group": None, "gold": 3}]
+    (exact,), _ = imported(run, policy, rows)
+    (rough,), _ = imported(run, policy, rows, "--precision=bf16-mixed")
+    assert 0 < np.abs(np.subtract(rough.ref_logprobs, exact.ref_logprobs)).max() < 0.05
+    assert rough.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -32,7 +32,7 @@ class OneSentenceErrors:
     hint = " (--help lists every argument)"
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[call-arg]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         sentence = " ".join(str(message).replace(self.hint, "").split())

@@ -190,7 +190,7 @@ def split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def check_messages(value: Any, key: str) -> Messages:
     """The value, if it is chat messages that templates understand; otherwise an InputError."""
-    messages = value if isinstance(value, list) and value else [None]
+    messages: list[Any] = value if isinstance(value, list) and value else [None]
     for message in messages:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -235,7 +235,7 @@ def tokenise(
 
 
 def tokenise_turns(
-    prompt: Messages, turns: Messages, finished: bool, policy: "Policy"
+    prompt: Any, turns: Messages, finished: bool, policy: "Policy"
 ) -> tuple[str, list[int], list[bool]]:
     """Text and ids of a conversation after its prompt, and which ids the policy sampled.
 
