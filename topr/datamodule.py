@@ -14,10 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import from_numpy
 from torch.utils.data import DataLoader, Dataset
 
-from topr.advantages import Advantage, Baseline, groups_without_signal, positive_share_of
+from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, epoch_plan, pack, partition
 from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
-from topr.evaluation.pipeline import SamplingJob, check_prompts
 from topr.io import InputError, check_folder, lock
 from topr.sampling.base import Sampling
 from topr.tasks.task import Problem, Task
@@ -41,7 +40,7 @@ class PredictionBatch(NamedTuple):
     """Problems to sample trajectories for: a batch of prediction."""
 
     problems: list[Problem]  # none where this rank only keeps the others company
-    job: SamplingJob
+    job: Any  # the `SamplingJob`, which decides responses and grades
     microbatch_tokens: int  # of the forward that scores log mu
     path: Path | None  # the file to write, if any
 
@@ -138,10 +137,9 @@ class UpdateLoader:
             return
         self.epoch = epoch
         self.start = 0
-        if len(self.module.plan(epoch).batches) != self.length:
-            message = f"epoch {epoch} has {len(self.module.plan(epoch).batches)} updates"
+        if len(self.module.plan(epoch).batches) != self.length:  # which Lightning has read
             remedy = "set Trainer(reload_dataloaders_every_n_epochs=1)"
-            raise InputError(f"{message}, the one before {self.length}; {remedy}")
+            raise InputError(f"epochs of these groups differ in their number of updates; {remedy}")
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "updates": self.taken}
@@ -154,14 +152,17 @@ class UpdateLoader:
         return self.length
 
     def __iter__(self) -> Iterator[Update]:
-        updates = self.module.updates(self.epoch, self.padded)
+        module = self.module
+        updates = Updates(
+            self.data, module.plan(self.epoch), module.microbatch_tokens, module.unit, self.padded
+        )
         self.taken = self.start
         self.start = 0
         loader: DataLoader = DataLoader(
             updates,
             batch_size=None,
             sampler=range(self.taken, len(updates)),
-            num_workers=self.module.num_workers,
+            num_workers=module.num_workers,
             # a DataLoader draws a seed; the global generator must not notice
             generator=torch.Generator(),
         )
@@ -242,6 +243,8 @@ class TrajectoryDataModule(LightningDataModule):
         InputError."""
         self.few_problems = bool(self.trainer and self.trainer.fast_dev_run)
         self.read_problems = cache(self._read_problems)
+        from topr.evaluation.pipeline import check_prompts
+
         with same_error_on_all_ranks():
             if getattr(self, NEEDED[stage]) is None:
                 raise InputError(f"data.{NEEDED[stage]} is not set; {stage} needs it")
@@ -257,23 +260,19 @@ class TrajectoryDataModule(LightningDataModule):
 
     def _setup_training(self) -> None:
         """Read the training set, plan the first epoch, and say what the data are like."""
-        longest = self.microbatch_tokens // self.unit
-        self.data = read_training_set(self.train or [], self.policy, longest)
+        self.data = read_training_set(
+            self.train or [], self.policy, longest=self.microbatch_tokens // self.unit
+        )
         self.plan = cache(self._plan)
-        advantage = self.plan(0).advantage
+        batches, advantage = self.plan(0)
         check_signs(advantage, self.data.reward)
-        updates = len(self.plan(0).batches)
-        if updates < 10:
-            message = f"an epoch has only {updates} updates"
-            rank_zero_warn(f"{message}; lower data.batch_size, now {self.batch_size}")
-        about = {"mean reward": self.data.reward.mean()}
-        for name, value in self.shares().items():
-            about[name.replace("_", " ")] = value
-        about["groups without gradient"] = groups_without_signal(advantage, self.data.group)
-        about["updates an epoch"] = updates
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in about.items())
+        about = {"mean_reward": float(self.data.reward.mean())} | self.shares()
+        figures = ", ".join(
+            f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items()
+        )
         groups = self.data.group.max() + 1
-        rank_zero_info(f"{len(advantage)} trajectories in {groups} groups: {figures}")
+        size = f"{len(advantage)} trajectories in {groups} groups, {len(batches)} updates an epoch"
+        rank_zero_info(f"{size}: {figures}")
 
     @property
     def unit(self) -> int:
@@ -285,27 +284,24 @@ class TrajectoryDataModule(LightningDataModule):
         data = self.data
         rng = np.random.default_rng([self.seed, epoch, 1])
         advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)
-        if advantage.shape != data.reward.shape:
+        if advantage.shape != data.reward.shape or not np.isfinite(advantage).all():
             name = type(self.advantage).__name__
-            expected = f"one number per trajectory, {data.reward.shape}"
-            raise InputError(f"data.advantage: {name} must return {expected}, not {advantage.shape}")
-        seeds = (self.seed, epoch)
+            raise InputError(f"data.advantage: {name} must return a finite number per trajectory")
         positive = advantage >= 0
-        chosen = epoch_plan(data.group, positive, self.batch_size, self.batching, *seeds)
-        return EpochPlan(chosen, advantage)
-
-    def updates(self, epoch: int, padded: bool) -> Updates:
-        """The updates of an epoch."""
-        return Updates(self.data, self.plan(epoch), self.microbatch_tokens, self.unit, padded)
+        batches = epoch_plan(data.group, positive, self.batch_size, self.batching, self.seed, epoch)
+        return EpochPlan(batches, advantage)
 
     def shares(self) -> dict[str, float]:
-        """The share p of positives, the effective share, and c of a baseline for all."""
+        """The share p of positives in the first epoch, the effective share, and the baseline c, if
+        it is one for all."""
         advantage = self.plan(0).advantage
-        shares = {"positive_share": float((advantage >= 0).mean())}
-        shares["effective_positive_share"] = positive_share_of(advantage)
-        baseline = self.data.reward.astype(float) - advantage
+        shares = {
+            "positive_share": float((advantage >= 0).mean()),
+            "effective_positive_share": positive_share_of(advantage),
+        }
+        baseline = self.data.reward - advantage
         if np.ptp(baseline) < 1e-6:
-            shares["baseline"] = float(baseline.mean())
+            shares["baseline"] = float(baseline[0])
         return shares
 
     def train_dataloader(self) -> UpdateLoader:
@@ -347,6 +343,8 @@ class TrajectoryDataModule(LightningDataModule):
     def predict_dataloader(self) -> ProblemBatches:
         """A batch for each file that this rank writes. No rank has fewer than another: sharded
         policies need each other."""
+        from topr.evaluation.pipeline import SamplingJob
+
         problems = self.read_problems("problems")
         job = SamplingJob(
             self.policy,

@@ -14,28 +14,18 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from topr.batching import Update
 from topr.datamodule import PredictionBatch, ProblemBatch
-from topr.distributed import Preempted, gather, stop_requested
 from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
-from topr.policy.lora import LoRA
-from topr.policy.model import Policy, load_policy
+from topr.policy.model import LoRA, Policy, load_policy
 from topr.sampling.base import Sampler
 from topr.settings import plain
-from topr.statistics import (
-    Rows,
-    check_finite,
-    check_start,
-    columns_of,
-    gather_columns,
-    statistics,
-)
+from topr.statistics import Rows, check_finite, check_start, columns_of, gather_columns, statistics
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
 
@@ -154,7 +144,9 @@ class PolicyModule(LightningModule):
     def prepare(self, policy: Policy) -> None:
         """Add adapters and activation checkpointing."""
         if self.lora is not None:
-            self.lora.add_to(policy)
+            from topr.policy.lora import add_adapters
+
+            add_adapters(policy, self.lora)
         if self.activation_checkpointing:
             settings: dict[str, Any] = {"use_reentrant": False}
             if self.activation_checkpointing == "selective":
@@ -226,124 +218,43 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
 
     def validation_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
-        """Sample and grade responses to this rank's problems; returns them."""
-        trajectories = self.sample_and_grade(batch)
-        self.log_figures("val", self.summarise(batch, trajectories))
-        return trajectories
+        """Sample, grade and log responses to this rank's problems; returns them."""
+        return self.evaluate("val", batch)
 
     def test_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
-        """As `validation_step`, for the test problems."""
-        trajectories = self.sample_and_grade(batch)
-        self.log_figures("test", self.summarise(batch, trajectories))
-        return trajectories
+        """As `validation_step`."""
+        return self.evaluate("test", batch)
 
     def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[Trajectory]:
-        """Sample and grade responses to problems, and score log mu; `PredictionWriter` writes what
-        this returns."""
-        with self.sampling_context(batch.job.samples, len(batch.problems)):
-            if not batch.problems:
-                return []
-            sampler = self.own_sampler()
-            return batch.job.sample(batch.problems, sampler, self.policy, batch.microbatch_tokens)
+        """Graded responses with log mu; `PredictionWriter` writes them."""
+        from topr.evaluation.live import predict
 
-    def sample_and_grade(self, batch: ProblemBatch) -> list[Trajectory]:
-        """Graded responses of the present policy, without log mu.
+        return predict(self, batch)
 
-        Raises:
-            Preempted: a rank was asked to stop.
-        """
-        from topr.evaluation.pipeline import derived_seed, sample_and_grade
+    def evaluate(self, split: str, batch: ProblemBatch) -> list[Trajectory]:
+        """Sample and grade responses, and log the metrics over the problems of all ranks at the
+        number of updates made. Lightning's own logging would take that of the last update, and
+        leave out the policy before training (sanity checking)."""
+        from topr.evaluation.live import figures, sample_and_grade, summarise
 
-        sampler = self.own_sampler()
-        if not sampler.in_process:  # a server does not hold the weights that are being trained
-            sampler = default_sampler()
-        with self.sampling_context(batch.samples, len(batch.problems)):
-            trajectories = sample_and_grade(
-                sampler,
-                self.policy,
-                self.task,
-                batch.problems,
-                n=batch.samples,
-                sampling=batch.sampling,
-                seed=derived_seed(batch.seed, self.global_step),
-                numbers=batch.numbers,
-            )
-        if any(gather(stop_requested.is_set())):
-            raise Preempted
-        return trajectories
-
-    def summarise(self, batch: ProblemBatch, trajectories: list[Trajectory]) -> dict[str, Any]:
-        """Metrics over the problems of all ranks: means with intervals."""
-        from topr.evaluation.metrics import PerProblem, summarise
-
-        metrics = PerProblem(batch.samples).to(self.device)
-        metrics.update(trajectories)
-        # in the order of the file, however many ranks there are: the bootstrap draws by position
-        order = np.argsort(np.concatenate(gather(batch.numbers)))
-        values = {name: column[order] for name, column in metrics.compute().items()}
-        return summarise(values)
-
-    def log_figures(self, split: str, figures: dict[str, Any]) -> None:
-        """Log means and intervals at the number of updates made. Lightning's own logging would take
-        that of the last update, and leave out the policy before training (sanity checking)."""
-        found = flat(split, figures)
-        if not self.trainer.sanity_checking:
-            # the shortest digits of float32, since the table of `test` shows all
-            short = {name: float(str(np.float32(value))) for name, value in found.items()}
-            for name, value in short.items():  # for callbacks and the progress bar
-                self.log(name, value, prog_bar=name == "val/pass@1", logger=False, batch_size=1)
+        trajectories = sample_and_grade(self, batch)
+        found = figures(split, summarise(self, batch, trajectories))
+        if not self.trainer.sanity_checking and not self.trainer.training:
+            self.log_dict(found, logger=False, batch_size=1)  # for callbacks
         self.write_figures(found)
+        return trajectories
 
     def write_figures(self, figures: dict[str, float]) -> None:
         self.validated = (self.global_step, figures)
         for logger in self.loggers:
             logger.log_metrics(figures, self.global_step)
 
-    def own_sampler(self) -> Sampler:
-        if self.sampler is None:
-            self.sampler = default_sampler()
-        return self.sampler
-
-    @contextmanager
-    def sampling_context(self, samples: int, problems: int) -> Iterator[None]:
-        """Full weights in the precision of training, without gradients. With bf16-mixed each weight
-        is cast once: Lightning's own autocast would cast it again for every token."""
-        from topr.evaluation.pipeline import explain_out_of_memory
-        from topr.policy.sharding import full_weights
-
-        device = self.device.type
-        bfloat16 = self.trainer.precision == "bf16-mixed"
-        rows = getattr(self.sampler, "rows", None) or "automatic"
-        with (
-            explain_out_of_memory(
-                f"{samples} responses to each of {problems} problems",
-                f"model.sampler.init_args.rows, now {rows}",
-            ),
-            # compiled layers would be compiled again for each length
-            torch.compiler.set_stance("force_eager"),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            full_weights(self.policy),
-            torch.autocast(device, torch.bfloat16, bfloat16, cache_enabled=True),
-        ):
-            # autocast caches only copies of weights that require gradients, so those under
-            # adapters do for the moment
-            frozen = [weight for weight in self.policy.parameters() if not weight.requires_grad]
-            self.policy.requires_grad_(True)
-            try:
-                yield
-            finally:
-                for weight in frozen:
-                    weight.requires_grad_(False)
-
     def on_train_start(self) -> None:
         """Log the validation that a resumed run's checkpoint came just before, or just after: the
         loggers keep what was logged before the checkpoint's update."""
         if self.validation_due:
-            self.validation_due = False
             for batch in self.trainer.val_dataloaders:
-                figures = self.summarise(batch, self.sample_and_grade(batch))
-                self.write_figures(flat("val", figures))
+                self.evaluate("val", batch)
         elif self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
 
@@ -368,23 +279,6 @@ class PolicyModule(LightningModule):
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
-
-
-def flat(split: str, figures: dict[str, Any]) -> dict[str, float]:
-    """Means and intervals under the names of logged figures."""
-    found = {}
-    for name, value in figures.items():
-        low, high = value["interval"]
-        found[f"{split}/{name}"] = value["mean"]
-        found[f"{split}_interval/{name}_low"] = low
-        found[f"{split}_interval/{name}_high"] = high
-    return found
-
-
-def default_sampler() -> Sampler:
-    from topr.sampling.local import LocalSampler
-
-    return LocalSampler()
 
 
 def check_trainer(trainer: Any) -> None:

@@ -27,12 +27,7 @@ class TensorBoardExtras(Callback):
             board.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Histograms of h by sign."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]

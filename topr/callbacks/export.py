@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
 from topr.datamodule import TrajectoryDataModule
+from topr.evaluation import live
 from topr.evaluation.benchmarks import BENCHMARKS
 from topr.evaluation.report import table
 from topr.io import write_text
@@ -41,7 +42,7 @@ class ExportPolicy(Callback):
         if data is None or data.test is None:
             return None
         batch = data.problem_batch("test", data.samples)
-        return module.summarise(batch, module.sample_and_grade(batch))
+        return live.summarise(module, batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.before is None:

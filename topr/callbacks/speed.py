@@ -154,4 +154,6 @@ def print_estimate(trainer: Trainer, module: Any) -> None:
         there = torch.cuda.get_device_properties(device).total_memory / 1e9
         if peak > there:
             remedy = "lower data.microbatch_tokens, add configs/lora.yaml or configs/fsdp.yaml"
-            rank_zero_warn(f"training takes about {peak:.0f} GB, this GPU has {there:.0f}: {remedy}")
+            rank_zero_warn(
+                f"training takes about {peak:.0f} GB, this GPU has {there:.0f}: {remedy}"
+            )

@@ -11,12 +11,7 @@ import numpy as np
 
 from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError, first_line, is_out_of_memory, sweep
-from topr.policy.files import (
-    encode_prompt,
-    load_tokenizer,
-    render_prompt,
-    vocabulary_and_context,
-)
+from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task

@@ -1,0 +1,104 @@
+"""Sample and grade with the policy that a module holds, be it in training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from topr.distributed import Preempted, gather, stop_requested
+from topr.evaluation import pipeline
+from topr.evaluation.metrics import PerProblem
+from topr.evaluation.metrics import summarise as with_intervals
+from topr.policy.sharding import full_weights
+from topr.sampling.base import Sampler
+from topr.sampling.local import LocalSampler
+from topr.trajectories.file import Trajectory
+
+if TYPE_CHECKING:
+    from topr.datamodule import PredictionBatch, ProblemBatch
+    from topr.module import PolicyModule
+
+
+def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
+    """Graded responses to this rank's problems, without log mu.
+
+    Raises:
+        Preempted: a rank was asked to stop.
+    """
+    sampler: Sampler = LocalSampler()
+    # a server does not hold the weights that are being trained
+    if module.sampler is not None and module.sampler.in_process:
+        sampler = module.sampler
+    with sampling_context(module):
+        trajectories = pipeline.sample_and_grade(
+            sampler,
+            module.policy,
+            module.task,
+            batch.problems,
+            n=batch.samples,
+            sampling=batch.sampling,
+            seed=pipeline.derived_seed(batch.seed, module.global_step),
+            numbers=batch.numbers,
+        )
+    if any(gather(stop_requested.is_set())):
+        raise Preempted
+    return trajectories
+
+
+def predict(module: "PolicyModule", batch: "PredictionBatch") -> list[Trajectory]:
+    """Graded responses with log mu."""
+    with sampling_context(module):
+        if not batch.problems:  # this rank only keeps the others company
+            return []
+        sampler = module.sampler or LocalSampler()
+        return batch.job.sample(batch.problems, sampler, module.policy, batch.microbatch_tokens)
+
+
+def summarise(
+    module: "PolicyModule", batch: "ProblemBatch", trajectories: list[Trajectory]
+) -> dict[str, Any]:
+    """Metrics over the problems of all ranks: means with intervals."""
+    metrics = PerProblem(batch.samples).to(module.device)
+    metrics.update(trajectories)
+    # in the order of the file, however many ranks there are: the bootstrap draws by position
+    order = np.argsort(np.concatenate(gather(batch.numbers)))
+    return with_intervals({name: column[order] for name, column in metrics.compute().items()})
+
+
+def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:
+    """Means and intervals under the names of logged figures."""
+    found = {}
+    for name, value in summary.items():
+        low, high = value["interval"]
+        found[f"{split}/{name}"] = value["mean"]
+        found[f"{split}_interval/{name}_low"] = low
+        found[f"{split}_interval/{name}_high"] = high
+    return found
+
+
+@contextmanager
+def sampling_context(module: "PolicyModule") -> Iterator[None]:
+    """Full weights in the precision of training, without gradients."""
+    policy = module.policy
+    bfloat16 = module.trainer.precision == "bf16-mixed"
+    with (
+        pipeline.explain_out_of_memory("sampling", "model.sampler.init_args.rows"),
+        # compiled layers would be compiled again for each length
+        torch.compiler.set_stance("force_eager"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        full_weights(policy),
+        # each weight is cast once; by Lightning's own autocast it would be for every token
+        torch.autocast(module.device.type, torch.bfloat16, bfloat16, cache_enabled=True),
+    ):
+        # autocast caches only copies of weights that require gradients, so those under adapters do
+        # for the moment
+        frozen = [weight for weight in policy.parameters() if not weight.requires_grad]
+        policy.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for weight in frozen:
+                weight.requires_grad_(False)
