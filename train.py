@@ -240,6 +240,7 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
+        "The dirpath has changed",  # a checkpoint that is tested
         "no pre-optimization state",  # checkpoints hold the weights after an update
     ]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")

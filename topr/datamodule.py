@@ -35,6 +35,10 @@ class ProblemBatch(NamedTuple):
     sampling: Sampling
     seed: int
 
+    def to(self, device: torch.device) -> "ProblemBatch":
+        """Lightning moves batches to the device; nothing here goes there."""
+        return self
+
 
 class PredictionBatch(NamedTuple):
     """Problems to sample trajectories for: a batch of prediction."""
@@ -43,6 +47,9 @@ class PredictionBatch(NamedTuple):
     job: Any  # the `SamplingJob`, which decides responses and grades
     microbatch_tokens: int  # of the forward that scores log mu
     path: Path | None  # the file to write, if any
+
+    def to(self, device: torch.device) -> "PredictionBatch":
+        return self
 
 
 class ProblemBatches(UserList):

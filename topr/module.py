@@ -239,9 +239,12 @@ class PolicyModule(LightningModule):
 
         trajectories = sample_and_grade(self, batch)
         found = figures(split, summarise(self, batch, trajectories))
+        fitting = self.trainer.state.fn == "fit"
         if not self.trainer.sanity_checking and not self.trainer.training:
-            self.log_dict(found, logger=False, batch_size=1)  # for callbacks
-        self.write_figures(found)
+            # in fit for callbacks alone
+            self.log_dict(found, logger=not fitting, batch_size=1)
+        if fitting:
+            self.write_figures(found)
         return trajectories
 
     def write_figures(self, figures: dict[str, float]) -> None:
