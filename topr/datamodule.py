@@ -339,9 +339,9 @@ class TrajectoryDataModule(LightningDataModule):
         samples = 2 if self.few_problems else samples
         return ProblemBatch(mine, numbers, samples, self.sampling, self.seed)
 
-    def val_dataloader(self) -> ProblemBatches:
+    def val_dataloader(self) -> Any:
         if self.val is None:
-            return ProblemBatches()
+            return []  # Lightning then does not validate
         return ProblemBatches([self.problem_batch("val", self.val_samples)])
 
     def test_dataloader(self) -> ProblemBatches:
