@@ -1,30 +1,26 @@
 """Import of users' files: formats, end tokens, what is left out, what is rejected."""
 
-import gzip
 import json
 import math
-import os
 import shutil
-import threading
-import warnings
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, clear_caches, make_policy, rejected
+from conftest import clear_caches, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import train
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
 
 EOS, BOS, END = 1, 2, 3
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}{% if m.name is defined %} {{ m.name }}{% endif %}]\n"
+    "{{ bos_token }}{% for m in messages %}"
+    "[{{ m['role'] }}{% if m.name is defined %} {{ m.name }}{% endif %}]\n"
     "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}"
     "{{ m['content'] }}<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
@@ -34,7 +30,7 @@ SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant",
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A random Llama whose tokenizer puts a BOS before text, and has a chat template that writes one too."""
+    """A random Llama whose tokenizer and chat template both write a BOS."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -54,8 +50,9 @@ def chat(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=280, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=96, initializer_range=0.3, pad_token_id=0, bos_token_id=BOS, eos_token_id=EOS,
+        vocab_size=280, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=96, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [EOS, END]
@@ -95,11 +92,6 @@ CASES = {
         [{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}],
         [([SYSTEM, ASK], "4", 1)],
     ),
-    "one message": ([{"prompt": [ASK], "response": SAY, "reward": False}], [([ASK], "4", -1)]),
-    "text, chat response": (
-        [{"prompt": "2+2=", "response": [SAY], "reward": 1}],
-        [("2+2=", "4", 1)],
-    ),
     "conversation": (
         [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
         [([SYSTEM, ASK], "4", -0.5)],
@@ -109,10 +101,6 @@ CASES = {
         [([ASK, WRONG, ASK], "4", 1)],
     ),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
-    "TRL unpaired chat": (
-        [{"prompt": [ASK], "completion": [WRONG], "label": False}],
-        [([ASK], "five", -1)],
-    ),
     "TRL paired": (
         [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
         [("2+2=", "4", 1), ("2+2=", "five", -1)],
@@ -182,7 +170,7 @@ def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
 
 
-DIALOGUES = [  # the prompt that TRL's extract_prompt finds, and what it leaves of chosen and rejected
+DIALOGUES = [  # the prompt that TRL's extract_prompt finds; what it leaves of both dialogues
     ("\n\nHuman: 2+2?\n\nAssistant:", " 4", " five"),
     ("\n\nHuman: 2+2?\n\nAssistant: the an", "swer", "ts"),  # inside a word
     ("\n\nHuman: 2+2?\n\nAssistant: ", " 4", " five"),  # of two spaces, one
@@ -203,70 +191,23 @@ def test_dialogues_are_split_where_trl_splits_them(run, chat):
     assert all(t.prompt_ids == expected_ids(tokenizer, t.prompt) for t in trajectories)
 
 
-def test_pairs_with_equal_responses_are_left_out_and_counted(run, chat):
-    equal = [
-        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
-        {"prompt": "2+2=", "chosen": "", "rejected": ""},
-        {"prompt": "2+2=", "chosen": "4<eos>", "rejected": "4"},
-        {"chosen": "2+2=4", "rejected": "2+2=4"},
-        {"chosen": [ASK, SAY], "rejected": [ASK, SAY]},
-    ]
-    trajectories, out = imported(
-        run, chat, [*equal, {"prompt": "2+2=", "chosen": "4", "rejected": ""}]
-    )
-    assert [(t.response, t.reward) for t in trajectories] == [("4", 1), ("", -1)]
-    assert "left out as too long: 0, as pairs of equal responses: 5" in out
-    jsonl(run.folder / "a.jsonl", equal)
-    rejected(run, "left out as pairs of equal responses: 5", "import", "a.jsonl", f"--policy={chat}", "--out=b.parquet",
-             main=main)  # fmt: skip
-
-
-def test_published_dialogues_train(run, chat):
-    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
-    (run.folder / "test.jsonl.gz").write_bytes(
-        gzip.compress("\n".join(map(json.dumps, rows)).encode())
-    )
-    imported(run, chat, "test.jsonl.gz")
-    nothing = [f"--data.{name}=null" for name in ("val", "test", "problems")]
-    code, _, err = run(
-        train.main, "fit", "--config", ROOT / "configs" / "arithmetic.yaml", "--model.policy", chat, *nothing,
-        "--data.train=a.parquet", "--data.batch_size=7", "--trainer.enable_progress_bar=false",
-    )  # fmt: skip
-    assert code == 0, err
-    summary = json.loads(
-        (run.folder / "runs" / "arithmetic" / "version_0" / "summary.json").read_text()
-    )
-    assert (summary["steps"], summary["trajectories"]) == (2, 2 * len(rows))
-    assert summary["max_abs_log_ratio_at_start"] < 1e-4
-
-
 @pytest.mark.parametrize(
-    ("response", "finished", "end"),
+    ("response", "finished", "added"),
     [
         ("4", True, [EOS]),
-        ("4<eos>", True, [EOS]),
-        ("4<end>", True, [END]),
-        ("4<end>\n", True, [END]),  # as a template writes a turn
-        ("4<end>\n", False, [END]),
-        ("4\n", True, ["\n", EOS]),
+        ("4<eos>", True, []),
+        ("4<end>", True, []),
         ("4", False, []),
         ("", True, [EOS]),
-        ("4<end>5", True, [END, "5", EOS]),
+        ("4<end>5", True, [EOS]),
     ],
 )
-def test_a_finished_response_has_one_end_token(run, chat, response, finished, end):
+def test_a_finished_response_has_one_end_token(run, chat, response, finished, added):
     (t,), _ = imported(
         run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}]
     )
-    tokenizer = load_tokenizer(str(chat))
-    text = [] if not response else tokenizer("4", add_special_tokens=False)["input_ids"]
-    for token in end:
-        text += (
-            [token]
-            if isinstance(token, int)
-            else tokenizer(token, add_special_tokens=False)["input_ids"]
-        )
-    assert t.response_ids == text and t.finished is finished
+    ids = load_tokenizer(str(chat))(response, add_special_tokens=False)["input_ids"]
+    assert t.response_ids == ids + added and t.finished is finished
 
 
 def test_a_rendered_prompt_gets_no_second_bos(run, chat):
@@ -297,21 +238,12 @@ def test_optional_keys_are_kept(run, tmp_path, policy):
         },
     ]
     (first, second, third), out = imported(run, policy, rows)
-    assert "3 of 2 prompts" in out and "66.7%" in out
+    assert "3 of 2 prompts" in out
     assert first.prompt_id == first.group == second.prompt_id == second.group
     assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
     assert (first.answer, first.gold, first.valid) == ("3", "3", True)
     assert (second.answer, second.gold, second.valid, third.valid) == (None, None, False, None)
     assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_fingerprint(str(policy))
-
-
-def test_prompts_of_several_files_keep_their_identity(run, policy):
-    rows = [{"prompt": prompt, "response": "1", "reward": 1} for prompt in ("1>", "2>")]
-    here, _ = imported(run, policy, rows)
-    there, _ = imported(run, policy, rows[::-1])
-    assert [t.group for t in here] == [t.group for t in there[::-1]] and here[0].group != here[
-        1
-    ].group
 
 
 @pytest.mark.parametrize(
@@ -338,133 +270,67 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of its unknown tokens
-def test_import_takes_what_other_programs_write(run, tmp_path, policy):
-    line = '{"prompt": "%s", "response": "1\u2028", "reward": 1, "prompt_id": null, "group": null, "gold": 3}\n'
-    (tmp_path / "a.jsonl").write_text(line % "1" + line % "2", encoding="utf-8")
-    (exact, _), _ = imported(run, policy, tmp_path / "a.jsonl")
-    (first, second), _ = imported(run, policy, tmp_path / "a.jsonl", "--precision=bf16-mixed")
-    assert 0 < np.abs(np.subtract(first.ref_logprobs, exact.ref_logprobs)).max() < 0.05
-    assert first.prompt_id != second.prompt_id and (first.group, second.group) == (
-        first.prompt_id,
-        second.prompt_id,
-    )
-    assert first.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+def test_the_precision_of_training_can_score(run, tmp_path, policy):
+    rows = [{"prompt": "1", "response": "1+2", "reward": 1, "group": None, "gold": 3}]
+    (exact,), _ = imported(run, policy, rows)
+    (rough,), _ = imported(run, policy, rows, "--precision=bf16-mixed")
+    assert 0 < np.abs(np.subtract(rough.ref_logprobs, exact.ref_logprobs)).max() < 0.05
+    assert rough.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
-@pytest.mark.parametrize(
-    ("case", "words", "gold"),
-    [
-        (
-            "verl",
-            "do not mark responses that were cut off, and verl's prompts lack special tokens",
-            "4",
-        ),
-        ("verl validation", "keys without a meaning are ignored: acc, step", None),
-        ("OpenRLHF", "do not mark responses that were cut off", None),
-    ],
-)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_a_dump_loses_is_warned_about(run, chat, case, words, gold):
-    with pytest.warns(UserWarning, match=words):
-        (t,), _ = imported(run, chat, CASES[case][0])
-    assert t.gold == gold
+def test_what_a_dump_loses_is_warned_about(run, chat):
+    for case, words in {
+        "verl": "dumps do not mark responses that were cut off",
+        "verl validation": "unknown keys are ignored: acc, reward, step",
+    }.items():
+        with pytest.warns(UserWarning, match=words):
+            (t,), _ = imported(run, chat, CASES[case][0])
+        assert t.gold == ("4" if case == "verl" else None)
 
 
 def test_good_files_cause_no_warning(run, chat, recwarn):
-    for case in (
-        "text",
-        "conversation",
-        "TRL implicit prompt",
-        "TRL implicit prompt, text",
-        "question beside conversations",
-    ):
+    for case in ("text", "conversation", "TRL implicit prompt", "TRL implicit prompt, text"):
         imported(run, chat, CASES[case][0])
     assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
 
 
 def test_overlong_trajectories_are_left_out_and_counted(run, policy):
-    rows = [
-        {"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3, 200)
-    ]  # 64 with the end
+    # 64 tokens with the end
+    rows = [{"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3)]
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
-    assert "left out as too long: 2" in out and "trajectories  2 of 1 prompts" in out
+    assert "left out as too long: 1" in out and "trajectories  2 of 1 prompts" in out
     trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
     assert [t.response for t in trajectories] == ["111"]
-    rejected(run, "no row fits into 4 tokens", "import", "a.jsonl", f"--policy={policy}", "--out=b.parquet",
-             "--microbatch-tokens=4", main=main)  # fmt: skip
+    arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
+    rejected(run, "no row fits into 4 tokens", "import", *arguments, main=main)
 
 
 def test_several_files_are_imported_as_one(run, tmp_path, chat):
-    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(6)]
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(4)]
     whole, _ = imported(run, chat, rows)
-    jsonl(tmp_path / "b-2.jsonl", rows[2:3])
-    (tmp_path / "b-1.json.gz").write_bytes(
-        gzip.compress("\n".join(map(json.dumps, rows[:2])).encode())
-    )
-    pq.write_table(pa.Table.from_pylist(rows[3:5]), tmp_path / "c.parquet")
-    with pa.output_stream(tmp_path / "d.jsonl.zst", compression="zstd") as file:
-        file.write(json.dumps(rows[5]).encode())
-    files = ["b-*", "c.parquet", "d.jsonl.zst"]
-    options = [f"--policy={chat}", "--out=all.parquet"]
+    jsonl(tmp_path / "b-1.jsonl", rows[:1])
+    jsonl(tmp_path / "b-2.jsonl", rows[1:2])
+    pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "c.parquet")
+    files, options = ["b-*", "c.parquet"], [f"--policy={chat}", "--out=all.parquet"]
     assert run(main, "import", *files, *options)[0] == 0
     parts = read_trajectories(tmp_path / "all.parquet")
-    assert [t.response_ids for t in parts] == [t.response_ids for t in whole] and [
-        t.prompt for t in parts
-    ] == [t.prompt for t in whole]
-    rejected(
-        run, "import names c.parquet twice", "import", *files, "?.parquet", *options, main=main
-    )
-    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
-    for missing in ("nowhere.jsonl.gz", "x*.jsonl"):
-        rejected(run, f"{missing} cannot be read", "import", *files, missing, *options, main=main)
+    assert [(t.prompt, t.response_ids) for t in parts] == [
+        (t.prompt, t.response_ids) for t in whole
+    ]
     jsonl(tmp_path / "e.jsonl", [PLAIN, PLAIN | {"reward": "1"}])
-    rejected(run, "e.jsonl, row 2: key 'reward'", "import", *files, "e.jsonl", *options, main=main)
+    for more, words in (
+        ("c.parquet", "import names c.parquet twice"),
+        ("nowhere.jsonl.gz", "nowhere.jsonl.gz cannot be read"),
+        ("x*.jsonl", "x*.jsonl cannot be read"),
+        ("e.jsonl", "e.jsonl, row 2: key 'reward'"),
+    ):
+        rejected(run, words, "import", *files, more, *options, main=main)
+    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
 
 
-def test_a_pipe_is_read(run, tmp_path, chat):
-    os.mkfifo(tmp_path / "pipe")
-    line = json.dumps(PLAIN)
-    threading.Thread(target=lambda: (tmp_path / "pipe").write_text(line), daemon=True).start()
-    assert len(imported(run, chat, "pipe")[0]) == 1
-
-
-@pytest.mark.parametrize("unknown", [0, 1, 2])
-def test_unknown_tokens_are_reported_and_above_one_percent_warned_about(run, policy, unknown):
-    texts = ["1" * 49, "1" * (49 - unknown) + "é" * unknown]  # 100 tokens with the end tokens
-    rows = [{"prompt": "1>", "response": text, "reward": 1} for text in texts]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, out = imported(run, policy, rows)
-    messages = [str(w.message) for w in caught if w.category is UserWarning]
-    assert [message.split(";")[0] for message in messages] == (
-        ["2.0% of the response tokens are unknown to the tokenizer"] if unknown == 2 else []
-    )
-    line = f"unknown       {unknown}.0% of the response tokens"
-    assert line in out.splitlines()
-    run(main, "curate", "uniform", "a.parquet", "--budget=9", "--out=kept.parquet")
-    assert line in run(main, "inspect", "kept.parquet")[1].splitlines()
-
-
-@pytest.mark.parametrize(
-    "token", [None, "<eos>"]
-)  # GPT-2's tokenizer has its end token as unknown token
-def test_a_tokenizer_without_an_unknown_token_of_its_own_knows_all_tokens(
-    run, tmp_path, chat, recwarn, token
-):
-    shutil.copytree(chat, tmp_path / "policy")
-    tokenizer = load_tokenizer(str(chat))
-    tokenizer.unk_token = token
-    tokenizer.save_pretrained(tmp_path / "policy")
-    clear_caches()
-    assert load_tokenizer(str(tmp_path / "policy")).unk_token_id == (None if token is None else EOS)
-    _, out = imported(run, tmp_path / "policy", [PLAIN])
-    assert "unknown       0.0% of the response tokens" in out.splitlines()
-    assert not [warning for warning in recwarn if warning.category is UserWarning]
-
-
-USER, BOT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+USER = {"role": "user", "content": "1"}
 TOOL = {"role": "tool", "content": "4"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
 
@@ -474,7 +340,6 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
 def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(
     run, chat, call, finished
 ):
-    """By the template's own text: what stands between `[assistant]` and `<end>`, and `<end>`, where it was sampled."""
     last = SAY | {"content": "4\n"}  # a cut response may end in a line break
     messages = [ASK, call, TOOL, SAY, ASK, last]
     (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
@@ -509,7 +374,7 @@ def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, ch
     for change, words in (
         (
             ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"),
-            "writes earlier turns anew",
+            "changes earlier turns",
         ),
         (("<end>", ""), "without an end token"),
         (("<end>", "<end>"), None),
@@ -526,93 +391,27 @@ def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, ch
 
 
 PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
+PAIR = {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]}
+DIALOGUE = {"chosen": "2+2=4", "rejected": "2+2=five"}
+LABEL = {"prompt": "1", "completion": "2", "label": True}
 MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
-    "no reward": (
-        PLAIN,
-        {"reward": None},
-        "row 2: the keys with a value (prompt, response) fit no formats; expected",
-    ),
-    "no key": (PLAIN, dict.fromkeys(PLAIN), "row 2: the keys with a value (none) fit no formats"),
-    "two formats": (
-        PLAIN,
-        {"completion": "2", "label": True},
-        "row 2: the keys with a value (completion, label, prompt, response, re",
-    ),
-    "label and reward": (
-        PLAIN,
-        {"messages": [ASK, SAY]},
-        "fit 2 formats; expected those of one: prompt, resp",
-    ),
+    "no reward": (PLAIN, {"reward": None}, "row 2: found the keys prompt, response; expected"),
     "prompt": (PLAIN, {"prompt": 1}, "row 2: key 'prompt' holds 1, expected chat messages"),
     "response": (PLAIN, {"response": 2}, "key 'response' holds 2, expected chat messages"),
     "no message": (CHAT, {"messages": []}, "key 'messages' holds [], expected chat messages"),
-    "text as conversation": (
-        CHAT,
-        {"messages": "1"},
-        "key 'messages' holds '1', expected chat messages",
-    ),
-    "no prompt": (CHAT, {"messages": [SAY]}, "key 'prompt' holds [], expected chat messages"),
-    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in an assistant message, the only one"),
-    "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt ends in an assistant message"),
-    "two responses": (
-        PLAIN,
-        {"response": [SAY, SAY]},
-        "must end in an assistant message, the only one",
-    ),
-    "role": (
-        CHAT,
-        {"messages": [ASK | {"role": "human"}, SAY]},
-        "expected chat messages with content and a role of system, ",
-    ),
-    "no content": (
-        CHAT,
-        {"messages": [{"role": "user"}, SAY]},
-        "expected chat messages with content and a role of",
-    ),
-    "content in parts": (
-        CHAT,
-        {"messages": [ASK | {"content": [1]}, SAY]},
-        "expected chat messages with content and a role of",
-    ),
-    "other prompts": (
-        {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]},
-        {"rejected": [USER, WRONG]},
-        "chosen and rejected must differ in their last message alone",
-    ),
-    "no common prompt": (
-        {"chosen": "2+2=4", "rejected": "2+2=five"},
-        {"rejected": "five"},
-        "chosen and rejected have no common beginning to be the prompt; give the key prompt",
-    ),
-    "a space as prompt": (
-        {"chosen": "2 4", "rejected": "2 5"},
-        {"chosen": " 4", "rejected": " 5"},
-        "no common beginning",
-    ),
-    "an empty dialogue": (
-        {"chosen": "2+2=4", "rejected": "2+2=5"},
-        {"rejected": ""},
-        "no common beginning",
-    ),
-    "text and messages": (
-        {"chosen": "2=4", "rejected": "2=5"},
-        {"rejected": [ASK, WRONG]},
-        "key 'chosen' holds '2=4'",
-    ),
-    "reward": (
-        PLAIN,
-        {"reward": "1"},
-        "key 'reward' holds '1', expected a boolean or a number up to 1000000",
-    ),
+    "no prompt": (CHAT, {"messages": [SAY]}, "key 'messages' holds [], expected chat messages"),
+    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in an assistant message"),
+    "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt must not end in an assistant"),
+    "two prompts": (PLAIN, {"prompt": [ASK], "response": [ASK, SAY]}, "must be one message"),
+    "role": (CHAT, {"messages": [ASK | {"role": "human"}, SAY]}, "a role of system, "),
+    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected chat messages with"),
+    "other prompts": (PAIR, {"rejected": [USER, WRONG]}, "must differ in their last message"),
+    "no common prompt": (DIALOGUE, {"rejected": "five"}, "no common beginning; give the key"),
+    "text and messages": (DIALOGUE, {"rejected": [ASK, WRONG]}, "key 'chosen' holds '2+2=4'"),
+    "reward": (PLAIN, {"reward": "1"}, "holds '1', expected a boolean or a number up to 1000000"),
     "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
-    "huge reward": (PLAIN, {"reward": -1e39}, "key 'reward' holds -1e+39"),
-    "label": (
-        {"prompt": "1", "completion": "2", "label": True},
-        {"label": 0},
-        "key 'label' holds 0",
-    ),
-    "score": ({"input": "1", "output": "2", "score": 1}, {"score": [1]}, "key 'score' holds [1]"),
-    "empty response": (PLAIN, {"response": "", "finished": False}, "row 2: the response is empty"),
+    "label": (LABEL, {"label": 0}, "key 'label' holds 0, expected a boolean"),
+    "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
     "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
     "gold": (PLAIN, {"gold": [3]}, "row 2: key 'gold' holds [3], expected str or int or float"),
 }
@@ -634,49 +433,24 @@ def test_the_corrected_entries_are_imported(run, chat):
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
-    for changes, words in (
-        ({"prompt": [USER]}, "no chat template"),
-        ({"prompt": ""}, "the prompt is empty"),
-    ):
-        jsonl(run.folder / "bad.jsonl", [PLAIN | changes])
-        rejected(
-            run, words, "import", "bad.jsonl", f"--policy={policy}", "--out=a.parquet", main=main
-        )
+    for prompt, words in (([USER], "no chat template"), ("", "the prompt or the response is emp")):
+        jsonl(run.folder / "bad.jsonl", [PLAIN | {"prompt": prompt}])
+        arguments = ["bad.jsonl", f"--policy={policy}", "--out=a.parquet"]
+        rejected(run, words, "import", *arguments, main=main)
     imported(run, policy, [PLAIN])
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run, tmp_path):
-    folder = make_policy(tmp_path / "small", vocab_size=15)
-    jsonl(tmp_path / "a.jsonl", [{"prompt": "1>", "response": "2", "reward": 1}])
-    rejected(
-        run,
-        "beyond the model's vocabulary of 15",
-        "import",
-        "a.jsonl",
-        f"--policy={folder}",
-        "--out=b",
-        main=main,
-    )
-    jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "response": "2", "reward": 1}])
-    assert imported(run, folder, tmp_path / "a.jsonl")
 
 
 def test_arguments_of_import(run, policy, tmp_path):
     jsonl(tmp_path / "a.jsonl", [PLAIN])
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "link.parquet").symlink_to("a.jsonl")
     usual = {"policy": policy, "out": "a.parquet"}
     for changes, words in (
         ({"out": "thesis"}, "is a folder or one of the inputs"),
-        ({"out": ""}, "is a folder or one of the inputs"),
-        ({"out": "link.parquet"}, "is a folder or one of the inputs"),
         ({"out": "a.jsonl/b.parquet"}, "--out: the folder a.jsonl cannot be written"),
         ({"policy": "nowhere"}, "policy 'nowhere' is neither a folder nor a model"),
         ({"precision": "16"}, "precision"),
         ({"microbatch-tokens": 0}, "microbatch"),
-        ({"microbatch-token": 4}, "--microbatch-token=4"),
     ):
         arguments = [f"--{key}={value}" for key, value in (usual | changes).items()]
         rejected(run, words, "import", "a.jsonl", *arguments, main=main)
-    rejected(run, "out", "import", "a.jsonl", f"--policy={policy}", main=main)
     imported(run, policy, tmp_path / "a.jsonl")

@@ -1,8 +1,6 @@
-"""The report on trajectory files against figures computed by hand, samples, and the command inspect."""
+"""The report on trajectory files against figures computed by hand, samples, and `inspect`."""
 
-import math
-
-from conftest import make_trajectories, rejected, write
+from conftest import make_trajectories, write
 
 from topr.trajectories.__main__ import main, report, samples
 
@@ -10,36 +8,31 @@ from topr.trajectories.__main__ import main, report, samples
 def example(policy):
     """Seven trajectories of four groups, whose report can be computed by hand."""
     trajectories = make_trajectories(policy, count=7)
-    rewards, groups = [1, -1, 0.5, 0, -0.5, -1, -1], "aabcccd"
-    lengths, finished = [1, 2, 3, 4, 6, 6, 1], [True] * 5 + [False] * 2
-    for i, t in enumerate(trajectories):
-        t.reward, t.group, t.prompt_id, t.finished = rewards[i], groups[i], groups[i], finished[i]
-        t.response_ids, t.ref_logprobs = [3] * lengths[i], [-0.5] * lengths[i]
-        t.prompt_ids, t.response = [4] * [1, 3, 3, 4, 5, 6, 1][i], f"line {i}\nnext"
-        t.valid = None if i == 0 else i < 5
+    rewards = [1, -1, 0.5, 0, -0.5, -1, -1]
+    prompt_lengths = [1, 3, 3, 4, 5, 6, 1]
+    lengths = [1, 2, 3, 4, 6, 6, 1]
+    for i, trajectory in enumerate(trajectories):
+        trajectory.reward = rewards[i]
+        trajectory.group = trajectory.prompt_id = "aabcccd"[i]
+        trajectory.finished = i < 5
+        trajectory.valid = None if i == 0 else i < 5
+        trajectory.prompt_ids = [4] * prompt_lengths[i]
+        trajectory.response = f"line {i}\nnext"
+        trajectory.response_ids = [3] * lengths[i]
+        trajectory.ref_logprobs = [-0.5] * lengths[i]
     trajectories[6].ref_logprobs = [-0.25]
-    t = trajectories[5]  # one token more, which was not sampled
-    t.response_ids, t.ref_logprobs, t.sampled = (
-        [3, *t.response_ids],
-        [-9.0, *t.ref_logprobs],
-        [False] + [True] * 6,
-    )
-    trajectories[0].answer, trajectories[0].gold = "7", "8"
+    turns = trajectories[5]  # one token more, which was not sampled
+    turns.response_ids = [3] * 7
+    turns.ref_logprobs = [-9.0] + [-0.5] * 6
+    turns.sampled = [False] + [True] * 6
+    trajectories[0].answer = "7"
+    trajectories[0].gold = "8"
     return trajectories
 
 
 def test_report_against_a_computation_by_hand(tmp_path, policy):
-    file = str(
-        write(
-            tmp_path / "a.parquet",
-            policy,
-            example(policy),
-            task="t",
-            sampling={"top_k": 9},
-            iteration=2,
-        )
-    )
-    text = report([file])
+    about = {"task": "t", "sampling": {"top_k": 9}, "iteration": 2}
+    text = report([str(write(tmp_path / "a.parquet", policy, example(policy), **about))])
     for line in (
         "task          t",
         "iteration     2",
@@ -47,6 +40,7 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
         "trajectories  7 of 4 prompts in 1 file(s)",
         "not finished  2 (28.6%)",
         "invalid       33.3% of 6 graded",
+        "unknown       not recorded",
         # 3 of 7, and 1.5 of the 5 units of |reward|
         "reward >= 0   42.9%, effective share at baseline 0: 30.0%",
         # a reward of 0 is a positive
@@ -54,46 +48,30 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
         "log mu        -0.489 per token",
     ):
         assert line in text.splitlines()
-    table = {row[0]: row[1:] for line in text.splitlines() if (row := line.split())}
+    table = {row[0]: row[1:] for row in map(str.split, text.splitlines()) if row}
     # mean, standard deviation, min, median, 95%, max
     assert table["prompt_tokens"] == ["3.286", "1.89", "1", "3", "5.7", "6"]
-    assert table["log_mu"][0] == "-1.607" and table["log_mu"][2:] == [
-        "-3",
-        "-1.5",
-        "-0.325",
-        "-0.25",
-    ]
+    assert table["log_mu"][0] == "-1.607"
+    assert table["log_mu"][2:] == ["-3", "-1.5", "-0.325", "-0.25"]
 
 
-def test_trajectories_without_verdicts_are_not_counted_as_invalid(tmp_path, policy):
-    text = report([str(write(tmp_path / "a.parquet", policy, make_trajectories(policy)))])
-    assert "invalid       not recorded" in text.splitlines()
-    assert "unknown       not recorded" in text.splitlines()
+def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
+    files = []
+    for i, unknown in enumerate(([3], [])):
+        about = {"sampling": {"unknown_tokens": unknown}}
+        files.append(str(write(tmp_path / f"{i}.parquet", policy, example(policy), **about)))
+    assert "unknown       50.0% of the response tokens" in report(files)
 
 
 def test_several_files_are_read_as_one(tmp_path, policy):
     rows = example(policy)
-    whole = str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))
-    parts = [
-        str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i))
-        for i in (0, 3, 6)
-    ]
-    one, several = report([whole]), report(parts)
-    assert several.replace("0 | 3 | 6", "1").replace("3 file(s)", "1 file(s)") == one != several
-    assert list(samples(parts, 9)) == list(samples([whole], 9))
-
-
-def test_unknown_tokens_are_those_of_each_files_own_tokenizer(tmp_path, policy):
-    rows, files = example(policy), []
-    for i, sampling in enumerate(({"unknown_tokens": [3]}, {"unknown_tokens": []}, {})):
-        files.append(str(write(tmp_path / f"{i}.parquet", policy, rows, sampling=sampling)))
-    for part, fact in (
-        (files[:1], "100.0% of the"),
-        (files[1:2], "0.0% of the"),
-        (files[:2], "50.0% of the"),
-    ):
-        assert f"unknown       {fact} response tokens" in report(part).splitlines()
-    assert "unknown       not recorded" in report(files).splitlines()
+    whole = [str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))]
+    parts = []
+    for i in (0, 3, 6):
+        parts.append(str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i)))
+    expected = report(whole).replace("iteration     1", "iteration     0 | 3 | 6")
+    assert report(parts) == expected.replace("1 file(s)", "3 file(s)")
+    assert list(samples(parts, 9)) == list(samples(whole, 9))
 
 
 def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):
@@ -101,9 +79,8 @@ def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy)
     rows[0].response = "\x1b[2J" + "a" * 1000 + "\nthe end"
     file = str(write(tmp_path / "a.parquet", policy, rows))
     positive, negative = samples([file], 1)
-    assert positive.startswith(
-        "--- positive: reward 1.0, finished True, valid None, answer 7, gold 8\n[prompt]\n"
-    )
+    heading = "--- positive: reward 1.0, finished True, valid None, answer 7, gold 8\n[prompt]\n"
+    assert positive.startswith(heading)
     assert "\x1b" not in positive and "\\x1b[2J" in positive  # it must not steer the terminal
     assert "[… 215 characters …]" in positive and positive.endswith("a\nthe end")
     assert negative.endswith("[response]\nline 1\nnext")
@@ -118,22 +95,5 @@ def test_inspect_prints_report_and_samples(run, tmp_path, policy):
     assert (code, err) == (0, "")
     assert "trajectories  14 of 4 prompts in 2 file(s)" in out
     assert out.count("--- positive") == out.count("--- negative") == 1
-    code, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
-    assert code == 0 and "---" not in out and "14 of 4" in out
-
-
-def test_inspect_rejects_what_is_no_trajectory_file(run, tmp_path, policy):
-    (tmp_path / "text.parquet").write_text("{}")
-    rows = example(policy)
-    write(tmp_path / "good.parquet", policy, rows)
-    rows[2].reward = math.nan
-    write(tmp_path / "bad.parquet", policy, rows)
-    for arguments, sentence in {
-        ("text.parquet",): "text.parquet cannot be read",
-        ("nowhere.parquet",): "inspect: 'nowhere.parquet' is no file",
-        ("bad.parquet",): "bad.parquet, row 2 (prompt 'b'): the reward is NaN",
-        ("good.parquet", "--samples=-1"): "samples",
-        (): "files",
-    }.items():
-        rejected(run, sentence, "inspect", *arguments, main=main)
-    assert run(main, "inspect", "good.parquet")[0] == 0
+    _, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
+    assert "14 of 4" in out and "---" not in out

@@ -110,7 +110,7 @@ class GroupBalanced(Advantage):
         draw = Series(rng.random(len(group)))
         place = draw.groupby([group, negative]).rank().to_numpy()  # from 1, in a random order
         positives = np.bincount(group, ~negative)[group]
-        kept = ~negative | (place <= positives)
+        kept = place <= positives
         advantage = np.zeros(reward.shape)
         advantage[kept] = centred(reward[kept], group[kept])
         return advantage
@@ -134,11 +134,9 @@ class GroupExponential(Advantage):
 
 def centred(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     """R - mean of the group, in float64; exactly 0 where all rewards of a group are equal."""
-    _, first, group = np.unique(group, return_index=True, return_inverse=True)
-    reward = reward.astype(np.float64)
-    difference = reward - reward[first][group]  # zeros if all are equal, whose mean has no rounding
-    mean = np.bincount(group, difference) / np.bincount(group)
-    return difference - mean[group]
+    reward = reward.astype(np.float64)  # sums of equal float32 numbers are exact in float64
+    mean = np.bincount(group, reward) / np.maximum(np.bincount(group), 1)
+    return reward - mean[group]
 
 
 def place_in_group(group: np.ndarray) -> np.ndarray:

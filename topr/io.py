@@ -1,6 +1,5 @@
-"""One-sentence errors, exit codes, argument parsing, atomic writes: what every command shares."""
+"""One-sentence errors, exit codes, argument parsing and atomic writes, shared by every command."""
 
-import errno
 import fcntl
 import os
 import re
@@ -15,176 +14,154 @@ from typing import IO, Any, NoReturn
 
 import jsonargparse
 
-LARGEST = (
-    1e6  # of rewards, baselines and log-probs in any input: sums of them are squared in float32
-)
-LOCKS: list[IO] = []  # open files, see `lock`
+LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
+LOCKS: list[IO] = []  # open files; closing one would end its lock
 
 
 class InputError(ValueError):
-    """Bad input or configuration, explained in one sentence: what, where, what was expected, the remedy."""
+    """Bad input or configuration. The message is one sentence: what, where, expected, remedy."""
 
 
 class DivergedError(InputError):
-    """Training has produced numbers that are NaN or infinite."""
+    """Training produced NaN or infinity."""
 
 
 class OneSentenceErrors:
-    """Mixin for a jsonargparse parser: its errors are `InputError`s, and arguments cannot be abbreviated."""
+    """Mixin for a jsonargparse parser: raises `InputError`, takes no abbreviated arguments."""
 
     hint = " (--help lists every argument)"
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs | {"allow_abbrev": False})
+        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[call-arg]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        sentence = re.sub(r"\s+", " ", str(message)).replace(self.hint, "")
-        for library_words in (
-            r"Does not validate against any of .*? Errors: - (.*?) - .*",
-            r"Type typing.Callable\[.*?\] expects a function or a callable class:()",
-            r"- Expected a path but .*? - ()",
-            r"Parser key ()",
-            r"<class '(\w+)'>",
-        ):
-            sentence = re.sub(library_words, r"\1", sentence)
-        raise InputError(sentence.strip() + self.hint) from ex
-
-    def parse_path(self, path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().parse_path(path, *args, **kwargs)  # type: ignore[misc]
-        except (InputError, UnicodeDecodeError) as error:  # neither names the file
-            raise InputError(f"{path}: {error}") from error
+        sentence = " ".join(str(message).replace(self.hint, "").split())
+        # jsonargparse lists every type that it tried; the first says enough
+        sentence = re.sub(r"- Expected a path but .*? - ", "", sentence)
+        sentence = re.sub(r"Does not validate .*? Errors: - (.*?) - .*", r"\1", sentence)
+        sentence = re.sub(r"<class '(\w+)'>", r"\1", sentence)
+        raise InputError(sentence + self.hint) from ex
 
 
 class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
-    """The parser of every command but `train.py`; options may be given with dashes for underscores."""
+    """The parser of every command but `train.py`. Options may have dashes for underscores."""
 
     def add_argument(self, *args, **kwargs) -> Any:
         action = super().add_argument(*args, **kwargs)
-        self._option_string_actions |= {
-            name.replace("_", "-"): action for name in action.option_strings
-        }
+        for name in action.option_strings:
+            self._option_string_actions[name.replace("_", "-")] = action
         return action
 
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Print bad input and a full disk as one sentence, with exit code 2; print warnings without their source."""
-    start = "\r\x1b[K" * sys.stderr.isatty()  # of a line, in place of a progress bar
-    warnings.formatwarning = lambda message, *_: f"{start}warning: {message}\n"  # type: ignore[assignment]
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    """Print bad input as one sentence, with exit code 2; print warnings without their source."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
         yield
-    except (InputError, OSError) as error:
-        message = str(error)
-        if isinstance(error, OSError):
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            message = f"the disk is full ({error.filename}); complete files are kept: make room and start again"
-        print(
-            f"{start}error: {printable(message, limit=450)}", file=sys.stderr
-        )  # it may quote the input
+    except InputError as error:
+        print(f"error: {printable(str(error), limit=450)}", file=sys.stderr)  # may quote the input
         raise SystemExit(2) from None
 
 
 def printable(text: str, limit: int, kept: str = "") -> str:
-    """Text without control characters, except those in `kept`, shortened in its middle to `limit` characters."""
+    """Text for a terminal: control characters but `kept` escaped, the middle beyond `limit` cut."""
     text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
-    cut = len(text) - limit
-    return (
-        f"{text[: limit // 2]} [… {cut:,} characters …] {text[-limit // 2 :]}" if cut > 0 else text
-    )
+    excess = len(text) - limit
+    if excess <= 0:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [… {excess:,} characters …] {text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, and the second if the first ends in a colon. If a library has wrapped an
-    `InputError`, or the error of a missing package, that of the wrapped one."""
+    """The first line of an error's message, and the second if the first ends in a colon.
+
+    If a library has wrapped an `InputError`, that one's.
+    """
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, (InputError, ModuleNotFoundError)):
+    while cause is not None and not isinstance(cause, InputError):
         cause = cause.__cause__ or cause.__context__
-    lines = (str(cause or error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
+    message = str(cause or error).strip() or type(error).__name__
+    lines = message.splitlines()
+    kept = lines[:2] if lines[0].endswith(":") else lines[:1]
+    return " ".join(line.strip() for line in kept)
 
 
 @contextmanager
 def explained(what: str, errors: Any = Exception, remedy: str = "") -> Iterator[None]:
-    """Turn a library's errors, by default whatever a broken file makes it raise, into an `InputError`: what is wrong,
-    the `first_line` of the error, the remedy."""
+    """Turn a library's errors into an `InputError`: what is wrong, the first line, the remedy.
+
+    By default any error, because a broken file makes libraries raise anything.
+    """
     try:
         yield
     except InputError:
         raise
     except errors as error:
-        raise InputError(f"{what} ({first_line(error)}){remedy and '; '}{remedy}") from error
+        sentence = f"{what} ({first_line(error)})"
+        raise InputError(f"{sentence}; {remedy}" if remedy else sentence) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or CUDA ran out of memory."""
-    found = re.search(
-        "out of memory|can't allocate memory|not enough memory", str(error), re.IGNORECASE
-    )
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and found is not None)
+    return bool(re.search(r"(?i)(out of|allocate|enough) memory|MemoryError", repr(error)))
 
 
 def check_folder(name: str, path: str | Path) -> None:
-    """Raise an InputError if no folder can be written at `path`, before any work starts."""
-    there = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
-    with explained(
-        f"{name} {path} cannot be written: {there} takes no file", OSError, "name another place"
-    ):
-        tempfile.TemporaryFile(dir=there).close()
+    """Raise an InputError if the folder `path` cannot be created or written, before work starts."""
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    problem = f"{name} {path} cannot be written: {existing} takes no file"
+    with explained(problem, OSError, "name another place"):
+        tempfile.TemporaryFile(dir=existing).close()
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`, a file or a folder to write; rename it to `path` when the block succeeds. A
-    block that fails, or a process that is killed inside it, leaves `path` as it was. Of folders only a policy's, an
-    adapter's or a sharded checkpoint's is replaced."""
+    """Yield a temporary path to write a file or folder to; rename it to `path` at the end.
+
+    If the block fails or the process is killed in it, `path` stays as it was. Of folders, only a
+    policy, an adapter or a sharded checkpoint is replaced; any other raises an InputError.
+    """
     path = Path(path)
-    temporary, aside = (
-        path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old")
-    )
-    replaceable = any(
-        (path / name).is_file() for name in ("config.json", "adapter_config.json", "meta.pt")
-    )
-    if path.is_dir() and not replaceable:
-        raise InputError(
-            f"{path} is a folder and will not be overwritten; name another place to write to"
-        )
-    check_folder("the file", path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    replaceable = ("config.json", "adapter_config.json", "meta.pt")
+    if path.is_dir() and not any((path / name).is_file() for name in replaceable):
+        raise InputError(f"{path} is a folder and will not be overwritten; name another place")
     sweep(path.parent)
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder.mkdir(parents=True)
+    temporary = folder / path.name
     try:
         yield temporary
-        for file in [
-            temporary,
-            *temporary.rglob("*"),
-        ]:  # on the disk before the rename, or a power cut could empty it
+        for file in [temporary, *temporary.rglob("*")]:
             descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
+            os.fsync(descriptor)  # before the rename, or a power cut could leave an empty file
             os.close(descriptor)
-        if replaceable:  # a folder cannot be renamed over a folder that holds files
-            os.replace(path, aside)
+        if path.is_dir():  # a folder cannot be renamed over a folder that holds files
+            os.replace(path, folder / ".replaced")
         os.replace(temporary, path)
-        shutil.rmtree(aside, ignore_errors=True)
     finally:
-        remove(temporary)
+        remove(folder)
 
 
 def lock(folder: str | Path) -> None:
-    """Keep other processes out of a folder until this one ends, however it ends. Raises an InputError if another one,
-    perhaps on another node, is writing there."""
+    """Keep other processes out of a folder until this process ends.
+
+    Raises an InputError if another process, perhaps on another node, is writing there.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 - closing it would end the lock
+    file = open(Path(folder) / ".lock", "a")  # noqa: SIM115
     LOCKS.append(file)
     try:
-        fcntl.lockf(
-            file, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # unlike flock's, not inherited by loader processes
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):  # otherwise the file system has no locks
-            message = f"another process is writing to {folder}"
-            raise InputError(f"{message}; wait for it, end it, or name another place") from error
+        # lockf and not flock, whose locks the workers of a loader would inherit
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        problem = f"another process is writing to {folder}"
+        raise InputError(f"{problem}; wait for it, end it, or name another place") from error
+    except OSError:  # this file system has no locks
+        pass
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -203,16 +180,16 @@ def remove(path: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder."""
-    for path in folder.glob(".*.*.*"):
-        *_, process, end = path.name.split(".")
-        if end in ("tmp", "old") and process.isdigit() and not _is_running(int(process)):
+    for path in folder.glob(".*"):
+        name = re.fullmatch(r"\..*\.(\d+)\.(tmp|old)", path.name)
+        if name and not _is_running(int(name[1])):
             remove(path)
 
 
 def _is_running(process: int) -> bool:
-    """Whether another process has this id; in a container, this process often has the id of the one before."""
+    """Whether another process has this id."""
     try:
         os.kill(process, 0)
     except OSError as error:
         return isinstance(error, PermissionError)  # it exists, and belongs to another user
-    return process != os.getpid()
+    return process != os.getpid()  # in a container, a restarted process often has the same id

@@ -1,11 +1,10 @@
-"""Metrics of graded responses: one value per problem, gathered over ranks, with bootstrap intervals over problems."""
+"""Metrics of graded responses: one value per problem, with bootstrap intervals over problems."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby, islice
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,100 +17,119 @@ Responses = list[Trajectory]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that one of k responses is correct, from c correct among n >= k: 1 - C(n-c, k) / C(n, k)."""
+    """Unbiased chance that one of k responses is correct, from c correct ones among n >= k:
+    1 - C(n-c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def maj_at_k(
     answers: Sequence[str | None], correct: Sequence[bool], k: int, weights: Sequence[float] = ()
 ) -> float:
-    """Expected correctness of the majority answer of k responses, averaged over disjoint runs of k; 0 without votes.
-    None, an invalid response, does not vote; others weigh 1 or their `weights`. Ties count the mean correctness of the
-    tied answers. Equal answers must be equally correct."""
-    weights, right = weights or [1.0] * len(answers), dict(zip(answers, correct, strict=True))
+    """Expected correctness of the majority answer of k responses; 0 without votes.
+
+    The mean over disjoint runs of k responses. Tied answers count with their mean correctness.
+
+    Args:
+        answers: of each response; None, an invalid one, does not vote.
+        correct: whether each answer is correct; equal answers are equally correct.
+        k: responses that vote together.
+        weights: of each vote; 1 by default.
+    """
+    is_correct = dict(zip(answers, correct, strict=True))
+    ballots = list(zip(answers, weights or [1.0] * len(answers), strict=True))
     results = []
-    for start in range(0, len(answers) - k + 1, k):
+    for start in range(0, len(ballots) - k + 1, k):
         votes: dict[str | None, float] = defaultdict(float)
-        for i in range(start, start + k):
-            votes[answers[i]] += weights[i]
+        for answer, weight in ballots[start : start + k]:
+            votes[answer] += weight
         votes.pop(None, None)
-        tied = [answer for answer, vote in votes.items() if math.isclose(vote, max(votes.values()))]
-        results.append(fmean(right[answer] for answer in tied) if tied else 0.0)
-    return float(np.mean(results))
+        most = max(votes.values(), default=0)
+        tied = [is_correct[answer] for answer in votes if math.isclose(votes[answer], most)]
+        results.append(fmean(tied or [0]))
+    return fmean(results)
 
 
 def response_metrics(
     responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Metrics of the responses to one problem: pass@1; pass@k, maj@k and, given weights, weighted@k for each k;
-    invalid (share without a readable answer); length (mean response tokens); ungraded (share without a verdict)."""
+    """Metrics of the responses to one problem.
+
+    pass@1, then for each k pass@k, maj@k and, given weights, weighted@k; invalid (share without a
+    readable answer), length (mean tokens of a response), ungraded (share on which the grader gave
+    up).
+    """
     correct = [response.reward > 0 for response in responses]
     answers = [response.answer if response.valid else None for response in responses]
     values = {"pass@1": fmean(correct)}
     for k in ks:
-        values |= {
-            f"pass@{k}": pass_at_k(len(responses), sum(correct), k),
-            f"maj@{k}": maj_at_k(answers, correct, k),
-        }
+        values[f"pass@{k}"] = pass_at_k(len(responses), sum(correct), k)
+        values[f"maj@{k}"] = maj_at_k(answers, correct, k)
         if weights:
             values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
-    values["invalid"] = 1 - fmean(bool(response.valid) for response in responses)
+    values["invalid"] = fmean(not response.valid for response in responses)
     values["length"] = fmean(len(response.response_ids) for response in responses)
-    return values | {"ungraded": fmean(response.valid is None for response in responses)}
+    values["ungraded"] = fmean(response.valid is None for response in responses)
+    return values
 
 
 def group_by_problem(trajectories: Responses) -> list[Responses]:
-    """The responses to each problem, which must follow each other."""
+    """The responses to each problem. Those to one problem must follow each other."""
     return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
 
 
 def per_problem(
-    rows: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()
+    trajectories: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()
 ) -> dict[str, np.ndarray]:
-    """`response_metrics` of each problem, from responses and their weights; k is by default the fewest responses."""
-    problems, rest = group_by_problem(rows), iter(weights)
+    """`response_metrics` of each problem: an array for each metric.
+
+    Args:
+        trajectories: responses, those to one problem one after another.
+        ks: of pass@k and maj@k; by default the smallest number of responses to a problem.
+        weights: of the votes, one for each response; none by default.
+    """
+    problems = group_by_problem(trajectories)
     ks = ks or [min(map(len, problems))]
-    found = [response_metrics(some, ks, list(islice(rest, len(some)))) for some in problems]
-    return {name: np.array([values[name] for values in found]) for name in found[0]}
+    votes = iter(weights)
+    rows = [response_metrics(part, ks, list(islice(votes, len(part)))) for part in problems]
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 class PerProblem(Metric):
-    """`response_metrics` of each problem of all ranks, rank by rank."""
+    """`response_metrics` of the problems of all ranks, those of rank 0 first."""
 
     values_PM: list[torch.Tensor]  # P problems, M metrics
 
     def __init__(self, k: int):
         super().__init__()
         self.k = k
-        self.names = list(
-            dict.fromkeys(["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"])
-        )
+        names = ["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]
+        self.names = list(dict.fromkeys(names))  # pass@1 once
         self.add_state("values_PM", [], dist_reduce_fx="cat")
 
     def update(self, trajectories: Responses) -> None:
-        rows = [
-            list(response_metrics(some, [self.k]).values())
-            for some in group_by_problem(trajectories)
-        ]
-        self.values_PM.append(
-            torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(self.names))
-        )
+        """Add all responses to some problems, perhaps to none."""
+        problems = group_by_problem(trajectories)
+        rows = [list(response_metrics(part, [self.k]).values()) for part in problems]
+        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        self.values_PM.append(values_PM.view(-1, len(self.names)))
 
     def compute(self) -> dict[str, np.ndarray]:
-        return dict(zip(self.names, dim_zero_cat(self.values_PM).cpu().numpy().T, strict=True))
+        """An array for each metric, with one value for each problem."""
+        values_MP = dim_zero_cat(self.values_PM).cpu().numpy().T
+        return dict(zip(self.names, values_MP, strict=True))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean of values, or paired differences, from 2,000 resamples of them."""
+    """95% percentile bootstrap interval of the mean of values, from 2,000 resamples."""
     rng = np.random.default_rng(seed)
-    low, high = np.quantile(
-        [rng.choice(values, len(values)).mean() for _ in range(2000)], [0.025, 0.975]
-    )
+    means = [rng.choice(values, len(values)).mean() for _ in range(2000)]
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
-def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values; `ungraded` is left out where it is 0."""
+def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict]:
+    """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values, or of their paired
+    differences. `ungraded` is left out where it is 0, which it is for most graders."""
     return {
         name: {"mean": float(column.mean()), "interval": list(bootstrap_interval(column, seed))}
         for name, column in values.items()

@@ -1,66 +1,22 @@
-"""Sample, grade, score and write the responses to problems, in parts, so that a killed run resumes."""
+"""Sample, grade and score responses to problems, in parts, so that a killed run resumes."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from topr.io import InputError, explained, first_line, is_out_of_memory, sweep
-from topr.policy import (
-    Policy,
-    encode_prompt,
-    load_tokenizer,
-    provenance,
-    render_prompt,
-    vocabulary_and_context,
-)
+from topr.identity import content_hash, grader_hash, provenance
+from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.policy import Policy, encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.sampling import Sampler, Sampling
-from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Grade, Problem, Task, Verifier
-from topr.tasks.arithmetic import Filler
-from topr.trajectories import (
-    Trajectory,
-    add_log_probs,
-    read_metadata,
-    read_trajectories,
-    write_trajectories,
-)
+from topr.tasks import Grade, Problem, Task
+from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file
-STRONG = Arithmetic(
-    operations=(2, 5), filler=Filler()
-)  # as far as grades and the length of responses go
-# name: task, file or hub data set of its problems, verifier of its solutions
-BENCHMARKS: dict[str, tuple[Task, str, Verifier]] = {
-    "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl", ArithmeticVerifier(balance=False)),
-    "arithmetic_strong": (
-        STRONG,
-        "data/arithmetic/strong/test.jsonl",
-        ArithmeticVerifier(balance=False),
-    ),
-    "gsm8k": (GSM8K(), "openai/gsm8k/main:test", Verifier(GSM8K(), balance=False)),
-    "math500": (MATH(), "HuggingFaceH4/MATH-500:test", Verifier(MATH(), balance=False)),
-}
-
-
-def find_benchmark(name: str) -> tuple[Task, str | None, Verifier | None]:
-    """Task, default problems and verifier of a benchmark: one of `BENCHMARKS`, or a user's task by its class path."""
-    if name in BENCHMARKS:
-        return BENCHMARKS[name]
-    module, _, kind = name.rpartition(".")
-    known = (
-        f"choose from {', '.join(BENCHMARKS)}, or a task of your own such as my_task.Parity=FILE"
-    )
-    with explained(
-        f"--benchmark {name!r} is unknown", (ImportError, AttributeError, ValueError), known
-    ):
-        return getattr(import_module(module or kind), kind)(), None, None
 
 
 def sample_and_grade(
@@ -73,62 +29,86 @@ def sample_and_grade(
     seed: int,
     numbers: Sequence[int] = (),
 ) -> list[Trajectory]:
-    """n graded responses to each problem (a server's may be fewer), in the problems' order, `ref_logprobs` empty; for
-    `seed` and `numbers` see `Sampler.sample`."""
+    """n graded responses to each problem, in the problems' order, with empty `ref_logprobs`.
+
+    A server may return fewer. For `seed` and `numbers` see `Sampler.sample`.
+    """
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
-    found = sampler.sample(policy, [ids for _, ids in prompts], n, sampling, seed, numbers)
+    prompt_ids = [ids for _, ids in prompts]
+    sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
     trajectories = []
-    for problem, (prompt, prompt_ids), responses in zip(problems, prompts, found, strict=True):
-        for ids, finished in responses:
-            # special tokens before the end stay in the text: they were sampled, and make an answer wrong
-            text = tokenizer.decode(ids[:-1] if finished else ids)
-            graded = min((text.partition(stop)[0] for stop in sampling.stop), key=len, default=text)
-            ungradable = task.requires_end and not finished
-            grade = Grade(-1.0, False, None) if ungradable else task.grade(graded, problem.gold)
-            origin, verdict = (
-                (problem.id, problem.id, prompt, prompt_ids),
-                (grade.valid, grade.answer, problem.gold),
+    for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
+        for response_ids, finished in responses:
+            # special tokens before the end stay in the text: they make an answer wrong
+            text_ids = response_ids[:-1] if finished else response_ids
+            text = tokenizer.decode(text_ids)
+            if task.requires_end and not finished:
+                grade = Grade(reward=-1.0, valid=False, answer=None)
+            else:
+                grade = task.grade(graded_text(text, sampling), problem.gold)
+            trajectory = Trajectory(
+                prompt_id=problem.id,
+                group=problem.id,
+                prompt=prompt,
+                prompt_ids=ids,
+                response=text,
+                response_ids=response_ids,
+                ref_logprobs=[],
+                reward=grade.reward,
+                finished=finished,
+                valid=grade.valid,
+                answer=grade.answer,
+                gold=problem.gold,
             )
-            trajectories.append(
-                Trajectory(*origin, text, ids, [], grade.reward, finished, *verdict)
-            )
+            trajectories.append(trajectory)
     return trajectories
 
 
+def graded_text(response: str, sampling: Sampling) -> str:
+    """The part of a response that is graded: all that stands before the first stop string."""
+    starts = [response.partition(stop)[0] for stop in sampling.stop]
+    return min(starts, key=len, default=response)
+
+
 def derived_seed(*parts: int) -> int:
+    """A seed for one of several independent uses, each named by its integers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
 def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
-    """Raise an InputError for the first problem whose prompt the policy's vocabulary or context does not hold."""
-    tokenizer, (vocabulary, context) = load_tokenizer(policy), vocabulary_and_context(policy)
+    """Raise an InputError for the first problem that the policy cannot answer."""
+    tokenizer = load_tokenizer(policy)
+    vocabulary, context = vocabulary_and_context(policy)
+    longest = sampling.max_new_tokens
     for problem in problems:
-        ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)[1]
-        if not ids or max(ids) >= vocabulary or len(ids) + sampling.max_new_tokens > context:
-            long = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} exceed"
-            bad = f"the prompt is empty or beyond the policy's vocabulary of {vocabulary}; drop it"
+        _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
+        name = f"problem {problem.id!r}"
+        if len(ids) + longest > context:
+            message = f"{name}: {len(ids)} prompt tokens and max_new_tokens = {longest}"
             raise InputError(
-                f"problem {problem.id!r}: {long} the policy's context of {context}, or {bad}"
+                f"{message} exceed the policy's context of {context}; lower the latter"
             )
+        if not ids or max(ids) >= vocabulary:
+            message = f"{name}: the prompt is empty or beyond the policy's vocabulary"
+            raise InputError(f"{message} of {vocabulary}; drop it")
 
 
 @contextmanager
 def explain_out_of_memory(activity: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError that says what ran out of memory and which key to lower, with its present value."""
+    """Raise an InputError that says what ran out of memory and which key to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(
-            f"out of memory in {activity} ({first_line(error)}); lower {remedy}"
-        ) from error
+        message = f"out of memory in {activity} ({first_line(error)}); lower {remedy}"
+        raise InputError(message) from error
 
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """Everything that decides responses and their grades, which are stored as the trajectory files of a folder."""
+    """All that decides responses and their grades, which are the trajectory files of a folder."""
 
     policy: str  # folder or hub name
     task: Task
@@ -140,70 +120,83 @@ class SamplingJob:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the files: equal metadata stands for equal responses and grades."""
+        """Metadata of the files: equal metadata stand for equal responses and grades."""
         tokenizer = load_tokenizer(self.policy)
-        first = render_prompt(
-            self.task.prompt(self.problems[0], tokenizer), tokenizer
-        )  # worked examples, template
-
-        def settings(part: Any) -> list:
-            return [
-                f"{type(part).__module__}.{type(part).__name__}",
-                getattr(part, "__dict__", repr(part)),
-            ]
-
-        text = json.dumps([settings(self.task), first, *map(vars, self.problems)], default=settings)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        rows = []
+        for problem in self.problems:
+            # the instruction, the worked examples and the template decide responses, too
+            prompt = render_prompt(self.task.prompt(problem, tokenizer), tokenizer)
+            rows.append([problem.id, prompt, problem.gold])
         sampling = {
             **vars(self.sampling),
             "samples": self.samples,
             "seed": self.seed,
-            "problems": digest,
+            "problems": content_hash(rows),
+            "grader": grader_hash(self.task),
         }
         return provenance(
             self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0
         )
 
     def missing_parts(self, folder: Path) -> list[tuple[Path, list[Problem]]]:
-        """The files still to write, each with its `PART` problems; an InputError if the folder holds another job's."""
-        starts = range(0, len(self.problems), PART)
-        parts = {
-            folder / f"part-{start // PART:05d}.parquet": self.problems[start : start + PART]
-            for start in starts
-        }
-        sweep(folder)
-        now = self.metadata | self.metadata["sampling"]
-        for path in sorted(folder.glob("*.parquet")):
-            found = read_metadata(path)
-            found |= found["sampling"] or {}
-            changed = [
-                f"{key}: {found.get(key)}, now {now[key]}"
-                for key in now
-                if found.get(key) != now[key]
-            ]
-            if path not in parts or changed:
-                other = f"other trajectories than this command samples ({'; '.join(changed) or 'other files'})"
-                raise InputError(f"{path} holds {other}; name another folder or empty it")
-        return [(path, problems) for path, problems in parts.items() if not path.exists()]
+        """The files still to write, each with its `PART` problems.
 
-    def sample_part(
+        Raises:
+            InputError: the folder holds another job's files.
+        """
+        sweep(folder)
+        now = flat(self.metadata)
+        for path in sorted(folder.glob("*.parquet")):
+            before = flat(read_metadata(path))
+            changed = [f"{key} was {before.get(key)}" for key in now if before.get(key) != now[key]]
+            if changed:
+                message = f"{path} holds other trajectories than this command samples"
+                raise InputError(f"{message} ({'; '.join(changed)}); name another folder")
+        parts = []
+        for start in range(0, len(self.problems), PART):
+            path = folder / f"part-{start // PART:05d}.parquet"
+            if not path.exists():
+                parts.append((path, self.problems[start : start + PART]))
+        return parts
+
+    def sample(
         self,
-        path: Path,
         problems: list[Problem],
         sampler: Sampler,
         policy: Policy,
         microbatch_tokens: int = 16384,
-    ) -> None:
-        """Sample, grade, score and write the responses, if any, to these problems, which are neighbours in the job."""
+    ) -> list[Trajectory]:
+        """Graded responses with log mu to these problems, which are neighbours in the job.
+
+        The responses do not depend on which problems are sampled together. There are none if the
+        sampler, a server, dropped all of them.
+        """
         start = self.problems.index(problems[0])
-        job = sampler, policy, self.task, problems, self.samples, self.sampling, self.seed
-        if trajectories := sample_and_grade(*job, numbers=range(start, start + len(problems))):
+        trajectories = sample_and_grade(
+            sampler=sampler,
+            policy=policy,
+            task=self.task,
+            problems=problems,
+            n=self.samples,
+            sampling=self.sampling,
+            seed=self.seed,
+            numbers=range(start, start + len(problems)),
+        )
+        if trajectories:
             add_log_probs(policy, trajectories, microbatch_tokens)
-            write_trajectories(path, trajectories, self.metadata)
+        return trajectories
+
+
+def flat(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata with the entries of its `sampling` in place of the latter."""
+    rest = dict(metadata)
+    sampling = rest.pop("sampling") or {}
+    return rest | sampling
 
 
 def read_parts(folder: Path) -> list[Trajectory]:
     """The trajectories that a job has written to a folder."""
-    return [
-        row for path in sorted(folder.glob("part-*.parquet")) for row in read_trajectories(path)
-    ]
+    trajectories = []
+    for path in sorted(folder.glob("part-*.parquet")):
+        trajectories += read_trajectories(path)
+    return trajectories

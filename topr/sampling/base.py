@@ -1,4 +1,4 @@
-"""What every sampler shares: sampling parameters, the response, the interface, and where a response ends."""
+"""What samplers share: parameters, the response, the interface, where a response ends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -6,20 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jsonargparse.typing import (
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     restricted_number_type,
     restricted_string_type,
 )
 
-from topr.distributed import Progress
 from topr.policy import Policy
 
 Ids = list[int]
-# lower temperatures overflow the logits
-Temperature: Any = restricted_number_type(
-    "Temperature", float, [("==", 0), (">=", 1e-4)], join="or"
-)
 TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
 Stop: Any = restricted_string_type("Stop", "(?s).+")
 
@@ -36,7 +32,7 @@ class Sampling:
         stop: strings that end a response; the text after them is neither sampled nor graded.
     """
 
-    temperature: Temperature = 1.0
+    temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 500
     top_p: TopP = 1.0
     max_new_tokens: PositiveInt = 512
@@ -44,12 +40,14 @@ class Sampling:
 
 
 class Response(NamedTuple):
+    """The token ids of a response, its end token included."""
+
     ids: Ids
     finished: bool  # the last id is an end token
 
 
 class Sampler(ABC):
-    progress = Progress()  # `sample` advances it
+    """Turns prompts into responses, both as token ids."""
 
     @abstractmethod
     def sample(
@@ -59,31 +57,41 @@ class Sampler(ABC):
         n: int,
         sampling: Sampling,
         seed: int,
-        numbers: Sequence[int] = (),
+        prompt_indices: Sequence[int] = (),
     ) -> list[list[Response]]:
-        """n responses to each prompt; global random generators keep their states. `numbers` are those of the prompts
-        in a larger whole (0, 1, … by default): a response depends on the seed, its prompt's number and its own place
-        alone. A prompt has fewer if the sampler drops responses whose token ids are not certain; it then warns."""
+        """Sample n responses to each prompt; global random generators keep their states.
+
+        Args:
+            policy: the model to sample from; its mode (train or eval) is kept.
+            prompts: token ids of each prompt, at least one.
+            n: responses to each prompt.
+            sampling: temperature, top-k, top-p, and where responses end.
+            seed: a response depends on the seed, on its prompt's index, and on its own place among
+                the n responses. It does not depend on the prompts beside it.
+            prompt_indices: the index of each prompt in a larger whole; by default 0, 1, …
+
+        Returns:
+            The responses to each prompt. A prompt has fewer than n if sampling was stopped, or if
+            the sampler dropped responses whose token ids are uncertain; it then warns.
+        """
 
 
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
-    """The test for the end of a response: an end token, a complete stop string, or max_new_tokens."""
-    ends, stop, tokenizer = policy.end_tokens, sampling.stop, policy.tokenizer
-    window = (
-        max((len(text.encode()) for text in stop), default=0) + 4
-    )  # tokens; one may hold a single byte
+    """The test for the end: an end token, a complete stop string, or max_new_tokens."""
+    end_tokens = policy.end_tokens
+    # A token may hold a single byte, and the first ones may be a part of a character.
+    window = 4 + len("".join(sampling.stop).encode())
+
+    def contains_stop(ids: Ids) -> bool:
+        text = policy.tokenizer.decode(ids)
+        return any(stop in text for stop in sampling.stop)
 
     def ended(ids: Ids) -> bool:
-        if ids[-1] in ends or len(ids) == sampling.max_new_tokens:
+        if ids[-1] in end_tokens or len(ids) == sampling.max_new_tokens:
             return True
-        # the whole text decides; it is decoded only if its end contains a stop string
-        return bool(stop) and all(
-            any(text in tokenizer.decode(part) for text in stop) for part in (ids[-window:], ids)
-        )
+        if not sampling.stop:
+            return False
+        # The whole text decides; it is decoded only if its last tokens contain a stop string.
+        return contains_stop(ids[-window:]) and contains_stop(ids)
 
     return ended
-
-
-def first_end(ids: Ids, ended: Callable[[Ids], bool]) -> int | None:
-    """The length at which ids end for the first time; None if they do not end."""
-    return next((length for length in range(1, len(ids) + 1) if ended(ids[:length])), None)

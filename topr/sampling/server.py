@@ -2,28 +2,33 @@
 
 import asyncio
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import openai
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from topr.io import InputError, first_line
 from topr.policy import Policy
-from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response, first_end
+from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response
 
 
 class ServerSampler(Sampler):
-    """Samples on OpenAI-compatible servers, for `predict`; a server that serves another policy goes undetected.
+    """Samples on OpenAI-compatible servers, for `predict`.
 
-    Each response is a request with its own seed. Responses whose token ids are not certain are dropped, with a warning.
+    A server that serves another policy goes undetected. Each response is a request with its own
+    seed. Responses whose token ids are uncertain are dropped, with a warning.
 
     Args:
         url: address up to and including /v1, or several addresses, which share the requests.
-        flavour: `vllm` and `sglang` exchange token ids; `openai`, text (top_k 0, no stop, one end token), so that it
-            drops responses whose number of tokens changes when they are tokenised again.
+        flavour: `vllm` and `sglang` exchange token ids. `openai` exchanges text: it needs top_k 0,
+            no stop strings and one end token, and drops responses whose number of tokens changes
+            when they are tokenised again.
         model: the policy's name on the servers; by default the only one that a server lists.
         concurrency: requests at once over all servers, for each process.
-        timeout: seconds until a request is sent again; to drop it would make long responses rarer.
+        timeout: seconds until a request is sent again. It is never given up at once, because that
+            would make long responses rarer.
         retries: how often a request is sent again, to the same server.
     """
 
@@ -38,138 +43,143 @@ class ServerSampler(Sampler):
     ):
         self.urls = [url] if isinstance(url, str) else url
         if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
-            raise InputError(
-                f"ServerSampler: url {url!r}, expected addresses like http://host:8000/v1"
-            )
-        self.model, self.concurrency, self.timeout, self.retries = (
-            model,
-            concurrency,
-            timeout,
-            retries,
-        )
+            raise InputError(f"url {url!r}: expected addresses like http://host:8000/v1")
         self.exchanges_text = flavour == "openai"
-        self.usable = False  # whether any response was usable
+        self.model = model
+        self.concurrency = concurrency
+        self.timeout = timeout
+        self.retries = retries
+        self.any_usable = False  # among the responses so far
 
-    def sample(self, policy, prompts, n, sampling, seed, numbers=()) -> list[list[Response]]:
-        import openai  # not at the top: it takes half a second
-
+    def sample(
+        self,
+        policy: Policy,
+        prompts: list[Ids],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        prompt_indices: Sequence[int] = (),
+    ) -> list[list[Response]]:
         if self.exchanges_text and (sampling.top_k or sampling.stop):
             raise InputError(
-                "flavour openai needs data.sampling.top_k 0 and stop []; set them, or use vllm or sglang"
+                "flavour openai needs sampling.top_k 0 and stop []; or use vllm or sglang"
             )
-        numbers = numbers or range(len(prompts))
-        words = [
-            np.random.SeedSequence((seed, number)).generate_state(n) >> 1 for number in numbers
-        ]  # 31 bits
-        requests = [
-            (prompt, int(word)) for prompt, row in zip(prompts, words, strict=True) for word in row
-        ]
+        requests = []
+        for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
+            for word in np.random.SeedSequence((seed, index)).generate_state(n):
+                requests.append((prompt, int(word) >> 1))  # servers take seeds of 31 bits
         try:
-            results = asyncio.run(self._request(policy, requests, sampling))
+            responses = asyncio.run(self.request(policy, sampling, requests))
         except openai.APIError as error:
-            why = first_line(error.__cause__) if error.__cause__ else error.body or error
-            remedy = "check that the server runs and the sampler's url, model and flavour; or raise timeout or retries"
+            why = error.body or first_line(error.__cause__ or error)
+            remedy = "check the server and the sampler's url, model, flavour, timeout and retries"
             raise InputError(f"{error.request.url} fails: {why}; {remedy}") from error
-        dropped = results.count(None)
-        self.usable = self.usable or dropped < len(results)
+        self.report(responses.count(None), len(responses))
+        certain = []
+        for start in range(0, len(responses), n):
+            group = responses[start : start + n]
+            certain.append([response for response in group if response])
+        return certain
+
+    def report(self, dropped: int, total: int) -> None:
+        """Warn of dropped responses; raise an InputError if none has ever been usable."""
+        self.any_usable |= dropped < total
+        reason = "the server cut them, or sent no token ids and an ambiguous text"
+        remedy = "give it room for prompt and max_new_tokens, or use vLLM or SGLang"
+        message = f"{dropped} of {total} responses of {self.urls} dropped: {reason}; {remedy}"
+        if not self.any_usable:
+            raise InputError(message)
         if dropped:
-            remedy = "give it room for prompt and max_new_tokens, or use vLLM or SGLang"
-            reason = "the server cut them, or their text has no certain tokens"
-            message = f"{dropped} of {len(results)} responses of {', '.join(self.urls)} dropped: {reason}; {remedy}"
-            if not self.usable:
-                raise InputError(message)
-            warnings.warn(message, stacklevel=2)
-        return [
-            [found for found in results[i * n : (i + 1) * n] if found] for i in range(len(prompts))
-        ]
+            warnings.warn(message, stacklevel=3)
 
-    async def _request(
-        self, policy: Policy, requests: list, sampling: Sampling
+    async def request(
+        self, policy: Policy, sampling: Sampling, requests: list[tuple[Ids, int]]
     ) -> list[Response | None]:
-        """A response to each (prompt, seed); None if its token ids are not certain."""
-        import openai
-
-        options: dict[str, Any] = {
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-        }
-        options |= {"top_p": sampling.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        if (
-            not self.exchanges_text
-        ):  # fields of vLLM and SGLang, whose defaults may come from the model
-            body = {
-                "top_k": sampling.top_k or -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "min_tokens": 0,
-            }
-            body |= {"ignore_eos": False, "skip_special_tokens": False, "return_token_ids": True}
-            options["extra_body"] = body | {"stop_token_ids": sorted(policy.end_tokens)}
-            options["stop"] = sampling.stop
+        """A response to each prompt and seed; None if its token ids are uncertain."""
+        options = self.options(policy, sampling)
         ended = end_of_response(policy, sampling)
-        slots: asyncio.Queue = asyncio.Queue()  # a server for each request at once
+        slots: asyncio.Queue = asyncio.Queue()  # a server for each request that may run at once
 
         async def respond(prompt: Ids, seed: int) -> Response | None:
-            if (encoded := _to_text(policy, prompt) if self.exchanges_text else prompt) is None:
+            encoded = to_text(policy, prompt) if self.exchanges_text else prompt
+            if encoded is None:
                 return None
-            client, model = await slots.get()
+            server = await slots.get()
+            client, model = server
             completion = await client.completions.create(
                 model=model, prompt=encoded, seed=seed, **options
             )
-            slots.put_nowait((client, model))
-            try:
-                choice, usage = completion.choices[0], completion.usage
-                ids: Any = _from_text(policy, choice) if self.exchanges_text else choice.token_ids
-                certain = ids and (usage.prompt_tokens, usage.completion_tokens) == (
-                    len(prompt),
-                    len(ids),
-                )
-            except (AttributeError, IndexError, TypeError) as error:
-                remedy = "use vLLM, SGLang or flavour openai"
-                raise InputError(
-                    f"{client.base_url} answers without choices, usage or token ids; {remedy}"
-                ) from error
-            length = first_end(ids, ended) if certain else None
-            self.progress.advance(1, length or 0)
-            return Response(ids[:length], ids[length - 1] in policy.end_tokens) if length else None
+            slots.put_nowait(server)
+            choice = completion.choices[0]
+            ids = (
+                to_ids(policy, choice)
+                if self.exchanges_text
+                else getattr(choice, "token_ids", None)
+            )
+            read = completion.usage.prompt_tokens, completion.usage.completion_tokens
+            if not ids or read != (len(prompt), len(ids)):
+                return None
+            for length in range(1, len(ids) + 1):
+                if ended(ids[:length]):
+                    return Response(ids[:length], ids[length - 1] in policy.end_tokens)
+            return None
 
         async with openai.DefaultAsyncHttpxClient() as http:
-            timeout, servers = openai.Timeout(self.timeout, connect=30.0), []
-            settings: Any = {
-                "api_key": "none",
-                "max_retries": self.retries,
-                "timeout": timeout,
-                "http_client": http,
-            }
-            for url in self.urls:
-                client = openai.AsyncOpenAI(base_url=url, **settings)
-                names = (
-                    [self.model]
-                    if self.model
-                    else [model.id async for model in client.models.list()]
-                )
-                if len(names) != 1:
-                    raise InputError(
-                        f"{url} lists the models {names}; choose one by model.sampler.init_args.model"
-                    )
-                servers.append((client, names[0]))
-            for k in range(self.concurrency):
-                slots.put_nowait(servers[k % len(servers)])
+            servers = [await self.connect(url, http) for url in self.urls]
+            for i in range(self.concurrency):
+                slots.put_nowait(servers[i % len(servers)])
             return await asyncio.gather(*(respond(prompt, seed) for prompt, seed in requests))
 
+    def options(self, policy: Policy, sampling: Sampling) -> dict[str, Any]:
+        """Parameters of each request, also those whose defaults a server takes from the model."""
+        options: dict[str, Any] = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        if self.exchanges_text:
+            return options
+        options["stop"] = sampling.stop
+        options["extra_body"] = {  # known to vLLM and SGLang only
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+            "stop_token_ids": sorted(policy.end_tokens),
+        }
+        return options
 
-def _to_text(policy: Policy, prompt: Ids) -> str | None:
+    async def connect(self, url: str, http: Any) -> tuple[Any, str]:
+        """A client of this server, and the name of its model."""
+        client = openai.AsyncOpenAI(
+            base_url=url,
+            api_key="none",
+            max_retries=self.retries,
+            timeout=openai.Timeout(self.timeout, connect=30.0),
+            http_client=http,
+        )
+        if self.model:
+            return client, self.model
+        names = [model.id async for model in client.models.list()]
+        if len(names) != 1:
+            raise InputError(f"{url} lists the models {names}; choose one by the sampler's model")
+        return client, names[0]
+
+
+def to_text(policy: Policy, prompt: Ids) -> str | None:
     """The text that a server's tokenizer turns into these ids; None if there is none."""
-    text = policy.tokenizer.decode(
-        prompt[len(policy.tokenizer("")["input_ids"]) :]
-    )  # without special tokens
+    added = len(policy.tokenizer("")["input_ids"])  # special tokens that it puts first
+    text = policy.tokenizer.decode(prompt[added:])
     return text if policy.tokenizer(text)["input_ids"] == prompt else None
 
 
-def _from_text(policy: Policy, choice: Any) -> Ids | None:
-    """The token ids of a response; None if they are not certain."""
+def to_ids(policy: Policy, choice: Any) -> Ids | None:
+    """The token ids of a response given as text; None if they are uncertain."""
     ids = policy.tokenizer(choice.text, add_special_tokens=False)["input_ids"]
     if policy.tokenizer.decode(ids) != choice.text or policy.end_tokens & set(ids):
         return None
-    # "length" can hide an end token in the last place; the number of tokens then differs
-    return ids + [policy.tokenizer.eos_token_id] * (choice.finish_reason == "stop")
+    # With "length" the last token may be a hidden end token; the number of tokens then differs.
+    if choice.finish_reason == "stop":
+        ids.append(policy.tokenizer.eos_token_id)
+    return ids

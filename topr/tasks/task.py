@@ -7,22 +7,26 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from topr.io import InputError
+from topr.io import InputError, explained
 from topr.sampling import Sampling
-from topr.trajectories.file import load_rows
+from topr.trajectories.rows import Types, load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
-Prompt = (
-    str | list[dict[str, str]]
-)  # text that the policy continues, or chat messages that it answers
+Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
 
 
 class Grade(NamedTuple):
-    reward: float  # +1 correct, -1 incorrect
-    valid: (
-        bool | None
-    )  # whether the response holds a readable answer; None: the grader gave up, and the reward is -1
-    answer: str | None  # the answer in canonical form, equal for equal answers; None if invalid
+    """The grade of one response.
+
+    Args:
+        reward: +1 correct, -1 incorrect.
+        valid: whether the response holds a readable answer; None if the grader gave up (reward -1).
+        answer: the answer in canonical form, by which responses vote; None if invalid.
+    """
+
+    reward: float
+    valid: bool | None
+    answer: str | None
 
 
 def exact_grade(answer: str | None, gold: str) -> Grade:
@@ -39,54 +43,63 @@ class Problem:
 
 
 class Task(ABC):
-    """Base class of all tasks. A subclass overrides `grade`, and whatever else differs."""
+    """Base class of all tasks. A subclass must define `grade`; the rest has defaults."""
 
     name = "task"
     requires_end = False  # whether a response that the length limit cut off is invalid
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
-    columns: dict[str, tuple[type, ...]] = {
-        "prompt": (str,),
-        "gold": (str,),
-    }  # required in each row of problems
-    optional: dict[str, tuple[type, ...]] = {"id": (str, int)}  # columns that may be absent
+    # Columns of the problem file and their types. Optional ones may be absent.
+    columns: Types = {"prompt": (str,), "gold": (str,)}
+    optional: Types = {"id": (str, int)}
 
     def problems(self, source: str | Path) -> list[Problem]:
-        """Read problems from a file or a hub data set (see `load_rows`); an InputError if one is malformed."""
+        """Read problems from a file or a hub data set, as `load_rows` does.
+
+        Raises:
+            InputError: a row is malformed, or two problems have the same id.
+        """
         rows = load_rows(source, self.columns, self.optional)
-        try:
+        with explained(f"{source} does not hold problems of {self.name}", ValueError):
             problems = [self.problem(row, index) for index, row in enumerate(rows)]
-        except InputError as error:
-            raise InputError(f"{source}: {error}") from error
         ids = [problem.id for problem in problems]
         if len(set(ids)) < len(ids):
-            raise InputError(
-                f"{source}: several problems have the id {max(ids, key=ids.count)!r}; make ids unique"
-            )
+            twice = max(ids, key=ids.count)
+            raise InputError(f"{source}: several problems have the id {twice!r}; make ids unique")
         return problems
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        """Convert a row, `{"prompt": …, "gold": …}`, to a problem. Its id is `id`, by default the row's index."""
+        """Convert a row of the problem file; a ValueError if it cannot be used.
+
+        Without an `id` the row's index is the id."""
         return Problem(str(row.get("id", index)), row["prompt"], row["gold"])
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        """The prompt for a problem; see `encode_prompt`."""
+        """The prompt for a problem; `encode_prompt` tokenises it."""
         return problem.prompt
 
     @abstractmethod
     def grade(self, response: str, gold: str) -> Grade:
-        """Grade a response, without its end token, against the reference answer. Never executes model output."""
+        """Grade a response, without its end token, against the reference answer.
+
+        Must never execute model output."""
+
+    def grade_leniently(self, response: str, gold: str) -> Grade | None:
+        """A second grade by a looser rule, reported as `lenient`; None: there is no such rule."""
+        return None
 
 
 def question_prompt(task: str, question: str, tokenizer: Any, marker: str = "") -> Prompt:
-    """A question with the task's instruction: a chat message, or else a text with examples, as the tokenizer has it."""
+    """A question with the instruction of `prompts.yaml`.
+
+    Models with a chat template get one chat message, others a text with worked examples."""
     instruction = PROMPTS[task]["instruction"].replace("{marker}", marker)
     if tokenizer.chat_template is not None:
         return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
-    shown = "".join(
-        f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
-        for row in PROMPTS[task]["examples"]
-    )
-    return f"{instruction}\n\n{shown.replace('{marker}', marker)}Question: {question}\nAnswer:"
+    prompt = f"{instruction}\n\n"
+    for example in PROMPTS[task]["examples"]:
+        answer = example["answer"].replace("{marker}", marker)
+        prompt += f"Question: {example['question']}\nAnswer: {answer}\n\n"
+    return f"{prompt}Question: {question}\nAnswer:"
 
 
 def after_thinking(response: str) -> str:

@@ -1,10 +1,12 @@
-"""The trajectory file: read, write, validate, import, inspect, curate
-(`python -m topr.trajectories`). Not here: grading of responses, batching."""
+"""The trajectory file: read, write, validate; import, inspect and curate.
+Not here: grading of responses, batching."""
 
 from topr.lazy import lazy
 
 __getattr__ = lazy(
     __name__,
-    file=["SCHEMA", "Trajectory", "add_log_probs", "agreed", "batches", "read_metadata"]
-    + ["read_trajectories", "write_tables", "write_trajectories"],
+    curate=["agreed"],
+    file=["SCHEMA", "Trajectory", "batches", "read_metadata", "read_trajectories"]
+    + ["write_tables", "write_trajectories"],
+    scoring=["add_log_probs"],
 )

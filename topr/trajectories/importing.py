@@ -1,35 +1,49 @@
-"""Import of users' files into the trajectory format."""
+"""Import of users' files: recognise the format, tokenise, score log mu."""
 
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse.typing import PositiveInt
 
 from topr.io import LARGEST, InputError
-from topr.trajectories.file import Trajectory, Types, add_log_probs, load_rows, write_trajectories
+from topr.trajectories.file import Trajectory, write_trajectories
+from topr.trajectories.rows import Row, Types, load_rows
 
-FORMATS = [  # keys of the prompt (absent where the responses start with it), response, reward
-    ("prompt", "response", "reward"),
-    ("messages", "reward"),
-    ("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-    ("input", "output", "reward"),  # OpenRLHF, openrlhf/cli/batch_inference.py, --eval_task rm
-    ("input", "output", "score"),  # verl, verl/trainer/ppo/ray_trainer.py, _dump_generations
-]
+if TYPE_CHECKING:
+    from topr.policy import Policy
+
+Precision = Literal["32-true", "bf16-mixed"]
+Messages = list[dict[str, Any]]
+
+
+class Format(NamedTuple):
+    """The keys of a format's rows; of a pair, `response` is the better and `reward` the worse."""
+
+    prompt: str  # "": the response begins with the prompt
+    response: str
+    reward: str
+
+
+FORMATS = (  # the first one whose keys a row has
+    Format("prompt", "response", "reward"),
+    Format("", "messages", "reward"),
+    Format("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
+    Format("prompt", "chosen", "rejected"),
+    Format("", "chosen", "rejected"),
+    Format("input", "output", "score"),  # verl, trainer.rollout_data_dir
+    Format("input", "output", "reward"),  # OpenRLHF, batch_inference --eval_task rm
+)
 OPTIONAL: Types = {
     "prompt_id": (str, int),
     "group": (str, int),
     "finished": (bool,),
     "valid": (bool,),
+    "answer": (str, int, float),
+    "gold": (str, int, float),
 }
-OPTIONAL |= dict.fromkeys(("answer", "gold"), (str, int, float))
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DUMP = "dumps of OpenRLHF and verl do not mark responses that were cut off, and verl's prompts lack special tokens"
-Precision = Literal["32-true", "bf16-mixed"]
 
 
 def import_files(
@@ -38,223 +52,221 @@ def import_files(
     out: str,
     microbatch_tokens: PositiveInt = 16384,
     precision: Precision = "32-true",
-) -> tuple[int, int]:
-    """Tokenise files in one of `FORMATS` and score log mu; returns how many responses were left out as too long, and
-    how many pairs because their responses are equal. A text prompt gets special tokens, chat messages the tokenizer's
-    template, a finished response (the default) an end token unless it has one. Boolean rewards become +-1. Raises
-    InputError for a bad row, or if none is left.
+) -> int:
+    """Write the rows of files in one of `FORMATS` as trajectories, with log mu of a policy.
+
+    A text prompt gets special tokens, chat messages the tokenizer's template. A finished response,
+    which is the default, gets an end token unless it has one. Boolean rewards become +-1.
 
     Args:
+        files: sources that `load_rows` takes
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
+
+    Returns:
+        How many trajectories were left out because they are too long.
+
+    Raises:
+        InputError: for a bad row, or if no row is left.
     """
     import torch
 
     from topr.policy import load_policy, own_device, provenance, vocabulary_and_context
     from topr.policy.model import empty_policy
+    from topr.trajectories.scoring import add_log_probs
 
-    empty, (vocabulary, context) = empty_policy(policy), vocabulary_and_context(policy)
+    empty = empty_policy(policy)  # to check every row before the weights are loaded
     trajectories: list[Trajectory] = []
-    equal = 0
     for file in files:
         for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
             try:
-                found = _trajectories(row, empty.tokenizer, vocabulary, empty.end_tokens)
+                trajectories += read_row(row, empty)
             except InputError as error:
                 raise InputError(f"{file}, row {number}: {error}") from error
-            if len(found) == 2 and found[0].response_ids == found[1].response_ids:
-                equal += 1
-            else:
-                trajectories += found
-    limit = min(microbatch_tokens, context)
+    limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
-        message = f"no row fits into {limit} tokens (--microbatch-tokens, or the policy's context)"
-        raise InputError(
-            f"{', '.join(files)}: {message}; left out as pairs of equal responses: {equal:,}"
-        )
-    unknown = {empty.tokenizer.unk_token_id} - {None, *empty.end_tokens}  # GPT-2's is its end token
-    tokens = [token for t in kept for token in t.response_ids]
-    if (share := sum(token in unknown for token in tokens) / len(tokens)) > 0.01:
-        message = f"{share:.1%} of the response tokens are unknown to the tokenizer"
-        warnings.warn(
-            f"{message}; --policy must be the policy that sampled the responses", stacklevel=2
-        )
+        raise InputError(f"no row fits into {limit} tokens, --microbatch-tokens or the context")
     with own_device():
         model = load_policy(policy)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
-    write_trajectories(
-        out, kept, provenance(policy, precision, sampling={"unknown_tokens": sorted(unknown)})
-    )
-    return len(trajectories) - len(kept), equal
+    write_trajectories(out, kept, provenance(policy, precision))
+    return len(trajectories) - len(kept)
 
 
-def _trajectories(
-    row: dict[str, Any], tokenizer: Any, vocabulary: int, ends: set[int]
-) -> list[Trajectory]:
-    from topr.policy import encode, encode_prompt
-
+def read_row(row: Row, policy: "Policy") -> list[Trajectory]:
+    """The trajectories of a row, without log mu: two of a pair, else one."""
     row = {key: value for key, value in row.items() if value is not None}
-    if {
-        "input",
-        "output",
-        "score",
-    } <= row.keys():  # verl; validation dumps hold a `reward` beside the score
-        row["gold"] = row.pop("gts", row.get("gold"))
-        row.pop("reward", None)
-    graded: dict[str, Any] = {"valid": row.get("valid")}
-    graded |= {
-        name: str(row[name])
-        for name in ("answer", "gold")
-        if isinstance(row.get(name), OPTIONAL[name])
-    }
-    trajectories = []
-    for prompt, response, reward in _exchanges(row):
-        text, prompt_ids = encode_prompt(prompt, tokenizer)
-        graded["sampled"], finished = None, row.get("finished", True)
-        if isinstance(response, str):
-            response_ids = encode(response, tokenizer, special=False)
-            while ends & set(response_ids[:-1]) and not tokenizer.decode(response_ids[-1]).strip():
-                response_ids.pop()  # the line break that a template writes after a turn, which was not sampled
-        else:
-            response, response_ids, graded["sampled"] = _turns(
-                prompt, response, tokenizer, ends, finished
-            )
-        if not prompt_ids or not (response_ids or finished):
-            raise InputError(f"the {'response' if prompt_ids else 'prompt'} is empty; drop the row")
-        if max(prompt_ids + response_ids) >= vocabulary:
-            raise InputError(
-                f"the tokenizer gives ids beyond the model's vocabulary of {vocabulary}; use its own"
-            )
-        if finished and not ends & set(response_ids[-1:]):
-            response_ids.append(tokenizer.eos_token_id)
-        # a hash of the text: a prompt has the same id in every file
-        prompt_id = str(
-            row.get("prompt_id", f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
-        )
-        names = prompt_id, str(row.get("group", prompt_id)), text
-        trajectories.append(
-            Trajectory(*names, prompt_ids, response, response_ids, [], reward, finished, **graded)
-        )
-    if trajectories[0].prompt != trajectories[-1].prompt:
+    form = recognise(row)
+    if form.response == "output":
+        warnings.warn("dumps do not mark responses that were cut off", stacklevel=2)
+    if "gts" in row:  # verl's name
+        row["gold"] = row.pop("gts")
+    unused = row.keys() - {*form, *OPTIONAL}
+    if unused:
+        warnings.warn(f"unknown keys are ignored: {', '.join(sorted(unused))}", stacklevel=2)
+
+    prompt = row.get(form.prompt)
+    response = row[form.response]
+    last = row[form.reward]
+    if form.response == "messages":
+        prompt, response = split_conversation(response)
+        return [tokenise(row, prompt, response, read_reward(last, "reward"), policy)]
+    if form.reward != "rejected":
+        prompt, response = split_answer(prompt, response, form.response)
+        return [tokenise(row, prompt, response, read_reward(last, form.reward), policy)]
+    if prompt is None and isinstance(response, str) and isinstance(last, str):
+        prompt, response, last = split_dialogues(response, last)
+    chosen = tokenise(row, *split_answer(prompt, response, "chosen"), 1.0, policy)
+    rejected = tokenise(row, *split_answer(prompt, last, "rejected"), -1.0, policy)
+    if chosen.prompt != rejected.prompt:
         raise InputError("chosen and rejected must differ in their last message alone")
-    return trajectories
+    return [chosen, rejected]
 
 
-def _turns(
-    prompt: Any, answers: list[dict[str, Any]], tokenizer: Any, ends: set[int], finished: bool
-) -> tuple[str, list[int], list[bool]]:
-    """What follows the prompt of a conversation, up to the last token that the policy sampled: text, token ids, and
-    which of them it sampled, namely every assistant message with its end token. Each piece is tokenised for itself."""
-    from topr.policy import encode, render_prompt
-
-    ids, sampled, messages = list[int](), list[bool](), list(prompt)
-    text = start = render_prompt(prompt, tokenizer)
-    for message in answers:
-        messages.append(message)
-        if message["role"] == "assistant":
-            before, after = (
-                render_prompt(messages[:-1], tokenizer),
-                render_prompt(messages, tokenizer, answered=True),
-            )
-            if not (before.startswith(text) and after.startswith(before)):
-                reason = "the chat template writes earlier turns anew when others follow"
-                raise InputError(
-                    f"{reason}; give each assistant message a row of its own, with prompt and response"
-                )
-            between, turn = (
-                encode(t, tokenizer, special=False)
-                for t in (before[len(text) :], after[len(before) :])
-            )
-            end = next((i for i, token in enumerate(turn, 1) if token in ends), None)
-            if end is None:
-                raise InputError(
-                    "the chat template ends an assistant message without an end token; use another"
-                )
-            ids += between + turn
-            sampled += [False] * len(between) + [True] * end + [False] * (len(turn) - end)
-            text = after
-    length = len(sampled) - sampled[::-1].index(True) - (not finished)
-    return text[len(start) :], ids[:length], sampled[:length]
+def recognise(row: Row) -> Format:
+    """The first format whose keys a row has."""
+    for form in FORMATS:
+        if set(form) - {""} <= row.keys():
+            return form
+    formats = "; ".join(" ".join(form).strip() for form in FORMATS)
+    raise InputError(f"found the keys {', '.join(row)}; expected those of one: {formats}")
 
 
-def _exchanges(row: dict[str, Any]) -> Iterator[tuple[str | list[dict], str | list[dict], float]]:
-    """Each prompt, as text or messages, with a response and its reward; true is +1 and false -1. The response to the
-    first message of a conversation is the messages that follow it, from the first of the assistant's to the last."""
-    if "prompt" not in row and all(isinstance(row.get(key), str) for key in ("chosen", "rejected")):
-        row = row | _split_dialogues(row["chosen"], row["rejected"])
-    fits = [form for form in FORMATS if set(form) <= row.keys()]
-    form = max(fits, key=len, default=())
-    if not form or any(set(other) - set(form) for other in fits):
-        found = f"the keys with a value ({', '.join(sorted(row)[:9]) or 'none'}) fit {len(fits) or 'no'} formats"
-        raise InputError(f"{found}; expected those of one: {'; '.join(map(', '.join, FORMATS))}")
-    if form[0] == "input":
-        warnings.warn(DUMP, stacklevel=4)
-    if unused := sorted(row.keys() - {*form, *OPTIONAL}):
-        warnings.warn(f"keys without a meaning are ignored: {', '.join(unused)}", stacklevel=4)
-    *prompt_key, key, last = form
-    if last == "rejected":
-        rewards = {key: 1.0, last: -1.0}
-    elif isinstance(row[last], bool):
-        rewards = {key: 1.0 if row[last] else -1.0}
-    elif last != "label" and isinstance(row[last], int | float) and abs(row[last]) <= LARGEST:
-        rewards = {key: float(row[last])}
-    else:
-        expected = "a boolean" if last == "label" else f"a boolean or a number up to {LARGEST:.0f}"
-        raise InputError(f"key {last!r} holds {row[last]!r:.20}, expected {expected}")
-    for key, reward in rewards.items():
-        prompt, response = row[prompt_key[0]] if prompt_key else None, row[key]
-        if prompt is None or not isinstance(response, str):
-            *before, answer = messages = _messages(response, key)
-            roles, text = [message["role"] for message in messages], answer.get("content")
-            if (
-                key == "messages"
-                and roles[-1] == "assistant"
-                and ("assistant" in roles[:-1] or text is None)
-            ):
-                first = roles.index("assistant")
-                yield _messages(messages[:first], "prompt"), messages[first:], reward
-                continue
-            if prompt is None or prompt in [
-                message.get("content") for message in before
-            ]:  # it repeats the question
-                prompt, before = before, []
-            if before or roles[-1] != "assistant" or text is None:
-                raise InputError(
-                    f"key {key!r} must end in an assistant message, the only one beside a prompt"
-                )
-            response = text
-        if not isinstance(prompt, str):
-            prompt = _messages(prompt, "prompt")
-            if prompt[-1]["role"] == "assistant":
-                raise InputError(
-                    "the prompt ends in an assistant message; the response must answer another role"
-                )
-        yield prompt, response, reward
+def read_reward(value: Any, key: str) -> float:
+    """A number as it is; true is +1 and false -1."""
+    if isinstance(value, bool):
+        return 1.0 if value else -1.0
+    if key != "label" and isinstance(value, int | float) and abs(value) <= LARGEST:
+        return float(value)
+    expected = "a boolean" if key == "label" else f"a boolean or a number up to {LARGEST:.0f}"
+    raise InputError(f"key {key!r} holds {value!r:.20}, expected {expected}")
 
 
-def _split_dialogues(chosen: str, rejected: str) -> dict[str, str]:
-    """Prompt and responses of two dialogues. The prompt is their common prefix, cut as `extract_prompt` of TRL
-    (trl/data_utils.py) does: without a space at its end; if one dialogue continues the other, without the last
-    character, so that no response is empty."""
+def split_answer(prompt: Any, response: Any, key: str) -> tuple[str | Messages, str]:
+    """Prompt and response, of a response in text or one message, perhaps after the whole prompt."""
+    if prompt is None or not isinstance(response, str):
+        *before, answer = check_messages(response, key)
+        response = answer.get("content")
+        if answer["role"] != "assistant" or not isinstance(response, str):
+            raise InputError(f"key {key!r} must end in an assistant message with text")
+        if before and isinstance(prompt, list):
+            raise InputError(f"key {key!r} must be one message beside the messages of a prompt")
+        prompt = before or prompt  # a text beside messages repeats their question
+    if not isinstance(prompt, str) and check_messages(prompt, "prompt")[-1]["role"] == "assistant":
+        raise InputError("the prompt must not end in an assistant message")
+    return prompt, response
+
+
+def split_conversation(conversation: Any) -> tuple[Messages, str | Messages]:
+    """Prompt and response of a conversation; all messages of the assistant were sampled."""
+    messages = check_messages(conversation, "messages")
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant":
+        raise InputError("key 'messages' must end in an assistant message")
+    first = roles.index("assistant")
+    prompt = check_messages(messages[:first], "messages")
+    response = messages[first:]
+    is_text = len(response) == 1 and not response[0].get("tool_calls")
+    return prompt, response[0]["content"] if is_text else response
+
+
+def split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Prompt and responses of two dialogues in text.
+
+    The prompt is their common beginning, cut as `extract_prompt` of TRL does (trl/data_utils.py):
+    without a space at its end, and a character shorter if one dialogue continues the other.
+    """
     end = len(os.path.commonprefix([chosen, rejected]))
-    end -= end == min(len(chosen), len(rejected)) or chosen[end - 1] == " "
+    if end == min(len(chosen), len(rejected)) or chosen[end - 1] == " ":
+        end -= 1
     if end < 1:
-        raise InputError(
-            "chosen and rejected have no common beginning to be the prompt; give the key prompt"
-        )
-    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+        raise InputError("chosen and rejected have no common beginning; give the key prompt")
+    return chosen[:end], chosen[end:], rejected[end:]
 
 
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Chat messages; apply_chat_template ignores the null keys that Parquet adds."""
-    messages = [value] if isinstance(value, dict) else value
-    for message in messages if isinstance(messages, list) and messages else [value]:
+def check_messages(value: Any, key: str) -> Messages:
+    """The value, if it is chat messages that templates understand; otherwise an InputError."""
+    messages: list[Any] = value if isinstance(value, list) and value else [None]
+    for message in messages:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
-            expected = f"chat messages with content and a role of {', '.join(ROLES)}, or text beside a prompt"
-            raise InputError(f"key {key!r} holds {message!r:.60}, expected {expected}")
+            expected = f"chat messages with content and a role of {', '.join(ROLES)}"
+            raise InputError(f"key {key!r} holds {value!r:.60}, expected {expected}")
     return messages
+
+
+def tokenise(
+    row: Row, prompt: str | Messages, response: str | Messages, reward: float, policy: "Policy"
+) -> Trajectory:
+    """A trajectory without log mu."""
+    from topr.policy import encode, encode_prompt
+
+    finished = row.get("finished", True)
+    text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
+    sampled = None
+    if isinstance(response, str):
+        response_ids = encode(response, policy.tokenizer, special=False)
+    else:
+        response, response_ids, sampled = tokenise_turns(prompt, response, finished, policy)
+    if not prompt_ids or not (response_ids or finished):
+        raise InputError("the prompt or the response is empty; drop the row")
+    if finished and not policy.end_tokens & set(response_ids[-1:]):
+        response_ids.append(policy.tokenizer.eos_token_id)
+    digest = hashlib.sha256(text.encode()).hexdigest()  # the same in every file
+    names = {key: str(row[key]) for key in ("prompt_id", "group", "answer", "gold") if key in row}
+    names.setdefault("prompt_id", f"prompt-{digest[:12]}")
+    names.setdefault("group", names["prompt_id"])
+    return Trajectory(
+        prompt=text,
+        prompt_ids=prompt_ids,
+        response=response,
+        response_ids=response_ids,
+        ref_logprobs=[],
+        reward=reward,
+        finished=finished,
+        valid=row.get("valid"),
+        sampled=sampled,
+        **names,
+    )
+
+
+def tokenise_turns(
+    prompt: Any, turns: Messages, finished: bool, policy: "Policy"
+) -> tuple[str, list[int], list[bool]]:
+    """Text and ids of a conversation after its prompt, and which ids the policy sampled.
+
+    These are the assistant messages, each with its end token. The last one ends the response.
+    """
+    from topr.policy import encode, render_prompt
+
+    ids: list[int] = []
+    sampled: list[bool] = []
+    between: list[int] = []  # ids since the last one that was sampled
+    messages = list(prompt)
+    start = text = render_prompt(messages, policy.tokenizer)
+    for message in turns:
+        messages.append(message)
+        if message["role"] != "assistant":
+            continue
+        before = render_prompt(messages[:-1], policy.tokenizer)
+        after = render_prompt(messages, policy.tokenizer, answered=True)
+        if not (before.startswith(text) and after.startswith(before)):
+            problem = "the chat template changes earlier turns when others follow"
+            raise InputError(f"{problem}; give each answer a row with prompt and response")
+        between += encode(before[len(text) :], policy.tokenizer, special=False)
+        answer = encode(after[len(before) :], policy.tokenizer, special=False)
+        ends = [place for place, token in enumerate(answer, 1) if token in policy.end_tokens]
+        if not ends:
+            raise InputError("the chat template ends an assistant message without an end token")
+        ids += between + answer[: ends[0]]
+        sampled += [False] * len(between) + [True] * ends[0]
+        between = answer[ends[0] :]
+        text = after
+    if not finished:  # without the last end token
+        ids.pop()
+        sampled.pop()
+    return text[len(start) :], ids, sampled

@@ -1,0 +1,21 @@
+"""Log mu of trajectories, scored by a policy."""
+
+import numpy as np
+
+from topr.policy import Policy, score
+from topr.trajectories.file import Trajectory
+
+
+def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
+    """Set `ref_logprobs` of trajectories, by the forward that trains; 0 where not sampled."""
+    prompts = [np.array(trajectory.prompt_ids) for trajectory in trajectories]
+    responses = [np.array(trajectory.response_ids) for trajectory in trajectories]
+    sampled = [
+        None if trajectory.sampled is None else np.array(trajectory.sampled)
+        for trajectory in trajectories
+    ]
+    scores = score(policy, prompts, responses, microbatch_tokens, sampled)
+    for trajectory, marks, log_probs in zip(trajectories, sampled, scores, strict=True):
+        ref_logprobs = np.zeros(len(trajectory.response_ids), dtype=np.float32)
+        ref_logprobs[slice(None) if marks is None else marks] = log_probs
+        trajectory.ref_logprobs = ref_logprobs.tolist()
