@@ -4,14 +4,11 @@ from importlib import import_module
 
 from topr.io import explained
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Task, Verifier
-from topr.tasks.arithmetic import Filler
 
-# the settings that decide grades and the length of responses
-STRONG = Arithmetic(operations=(2, 5), filler=Filler())
 # task, and file or hub data set of its problems
 BENCHMARKS = {
     "arithmetic": (Arithmetic(), "data/arithmetic/test.jsonl"),
-    "arithmetic_strong": (STRONG, "data/arithmetic/strong/test.jsonl"),
+    "arithmetic_strong": (Arithmetic(max_new_tokens=73), "data/arithmetic/strong/test.jsonl"),
     "gsm8k": (GSM8K(), "openai/gsm8k/main:test"),
     "math500": (MATH(), "HuggingFaceH4/MATH-500:test"),
 }
