@@ -65,6 +65,12 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
             message += f"; here it is --model.{found[1]}"
         super().error(message, ex)
 
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except (InputError, UnicodeDecodeError) as error:  # neither names the file
+            raise InputError(f"{cfg_path}: {error}") from error
+
 
 class SaveConfig(SaveConfigCallback):
     """Writes config.yaml to the run's folder, and logs what runs are compared by."""

@@ -13,20 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
-from topr.callbacks import Monitor
-from topr.policy import (
-    Policy,
-    export_policy,
-    load_policy,
-    load_tokenizer,
-    policy_fingerprint,
-    tokenizer_fingerprint,
-)
-from topr.policy.files import resolve_policy, vocabulary_and_context
-from topr.reproduce.making import SYMBOLS, make_tokenizer
+from data.arithmetic.imitation import SYMBOLS, make_tokenizer
+from topr.identity import policy_hash, tokenizer_hash
+from topr.policy.files import load_tokenizer, resolve_policy, vocabulary_and_context
+from topr.policy.model import Policy, export_policy, load_policy
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +76,7 @@ def one_thread():
 
 def clear_caches() -> None:
     """Forget what was read of policies."""
-    for cached in (resolve_policy, vocabulary_and_context, policy_fingerprint, load_tokenizer):
+    for cached in (resolve_policy, vocabulary_and_context, load_tokenizer):
         cached.cache_clear()
 
 
@@ -162,8 +156,8 @@ def make_trajectories(
 def write(path: Path, sampler: Path, trajectories: list[Trajectory], **metadata) -> Path:
     """A trajectory file that names the policy `sampler`, unless `metadata` says otherwise."""
     known = {
-        "tokenizer": tokenizer_fingerprint(load_tokenizer(str(sampler))),
-        "policy": policy_fingerprint(str(sampler)),
+        "tokenizer": tokenizer_hash(load_tokenizer(str(sampler))),
+        "policy": policy_hash(str(sampler)),
         "precision": "32-true",
     }
     write_trajectories(path, trajectories, known | metadata)
@@ -206,15 +200,20 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def observe_microbatches(patch, observe) -> None:
-    """Call observe(trainer, module, batch) after the backward of every micro-batch, before it is monitored."""
-    original = Monitor.on_after_backward
+class Recorder(Callback):
+    """Keeps what training computes; give `--trainer.callbacks+=conftest.Recorder`."""
 
-    def observed(self, trainer, module):
-        observe(trainer, module, module.step_output.batch)
-        original(self, trainer, module)
+    updates: list = []  # the batches of all runs since `clear`
+    rows: list = []  # what each did to its trajectories
 
-    patch.setattr(Monitor, "on_after_backward", observed)
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.updates.append(batch)
+        self.rows.append(outputs["rows"])
+
+    @classmethod
+    def clear(cls) -> None:
+        cls.updates.clear()
+        cls.rows.clear()
 
 
 def listing(folder: Path) -> dict[str, tuple]:

@@ -1,5 +1,6 @@
 """One-sentence errors, exit codes, argument parsing and atomic writes, shared by every command."""
 
+import errno
 import fcntl
 import os
 import re
@@ -55,13 +56,28 @@ class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Print bad input as one sentence, with exit code 2; print warnings without their source."""
+    """Print bad input and a full disk as one sentence, with exit code 2; print warnings without
+    their source."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
-        yield
+        with full_disk_explained():
+            yield
     except InputError as error:
         print(f"error: {printable(str(error), limit=450)}", file=sys.stderr)  # may quote the input
         raise SystemExit(2) from None
+
+
+@contextmanager
+def full_disk_explained() -> Iterator[None]:
+    """Turn a full disk into an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message = f"the disk is full ({error.filename}); complete files are kept"
+        raise InputError(f"{message}: make room and start again") from error
 
 
 def printable(text: str, limit: int, kept: str = "") -> str:

@@ -108,7 +108,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def estimate_training(trainer: Trainer, module: Any) -> dict[str, float]:
+def estimate_training(trainer: Trainer, module: Any) -> Any:
     """`memory.estimate` for the policy, data and settings that are about to train."""
     from topr.policy.memory import estimate
 
@@ -144,10 +144,9 @@ def print_estimate(trainer: Trainer, module: Any) -> None:
     except Exception as error:  # whatever a model raises on tensors without data
         rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
         return
-    found = {name: size / 1e9 for name, size in found.items()}
-    peak = max(found["fit"], found["sample"])
+    peak = found.peak / 1e9
     names = ("weights", "gradients", "optimizer", "activations")
-    parts = ", ".join(f"{name} {found[name]:.2g}" for name in names)
+    parts = ", ".join(f"{name} {getattr(found, name) / 1e9:.2g}" for name in names)
     note = "without the rows of sampling"
     rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}), {note}")
     device = module.device

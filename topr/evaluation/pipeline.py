@@ -11,10 +11,17 @@ import numpy as np
 
 from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError, first_line, is_out_of_memory, sweep
-from topr.policy import Policy, encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
-from topr.sampling import Sampler, Sampling
-from topr.tasks import Grade, Problem, Task
-from topr.trajectories import Trajectory, add_log_probs, read_metadata, read_trajectories
+from topr.policy.files import (
+    encode_prompt,
+    load_tokenizer,
+    render_prompt,
+    vocabulary_and_context,
+)
+from topr.policy.model import Policy
+from topr.sampling.base import Sampler, Sampling
+from topr.tasks.task import Grade, Problem, Task
+from topr.trajectories.file import Trajectory, read_metadata, read_trajectories
+from topr.trajectories.scoring import add_log_probs
 
 PART = 32  # problems whose responses are sampled together and written as one file
 
@@ -138,12 +145,16 @@ class SamplingJob:
             self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0
         )
 
-    def missing_parts(self, folder: Path) -> list[tuple[Path, list[Problem]]]:
-        """The files still to write, each with its `PART` problems.
+    def missing_parts(self, folder: Path | None) -> list[tuple[Path | None, list[Problem]]]:
+        """The files still to write, each with its `PART` problems; no folder: nothing is written.
 
         Raises:
             InputError: the folder holds another job's files.
         """
+        starts = range(0, len(self.problems), PART)
+        parts = [self.problems[start : start + PART] for start in starts]
+        if folder is None:
+            return [(None, part) for part in parts]
         sweep(folder)
         now = flat(self.metadata)
         for path in sorted(folder.glob("*.parquet")):
@@ -152,12 +163,9 @@ class SamplingJob:
             if changed:
                 message = f"{path} holds other trajectories than this command samples"
                 raise InputError(f"{message} ({'; '.join(changed)}); name another folder")
-        parts = []
-        for start in range(0, len(self.problems), PART):
-            path = folder / f"part-{start // PART:05d}.parquet"
-            if not path.exists():
-                parts.append((path, self.problems[start : start + PART]))
-        return parts
+        paths = [folder / f"part-{i:05d}.parquet" for i in range(len(parts))]
+        missing = zip(paths, parts, strict=True)
+        return [(path, part) for path, part in missing if not path.exists()]
 
     def sample(
         self,

@@ -13,7 +13,8 @@ from jsonargparse.typing import (
     restricted_string_type,
 )
 
-from topr.policy import Policy
+from topr.policy.model import Policy
+from topr.settings import Configurable
 
 Ids = list[int]
 TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
@@ -46,8 +47,10 @@ class Response(NamedTuple):
     finished: bool  # the last id is an end token
 
 
-class Sampler(ABC):
+class Sampler(Configurable, ABC):
     """Turns prompts into responses, both as token ids."""
+
+    in_process = True  # whether it samples from the weights in this process
 
     @abstractmethod
     def sample(

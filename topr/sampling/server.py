@@ -32,6 +32,8 @@ class ServerSampler(Sampler):
         retries: how often a request is sent again, to the same server.
     """
 
+    in_process = False
+
     def __init__(
         self,
         url: str | list[str],

@@ -80,6 +80,7 @@ class MATH(Task):
     `answer` or, as in the training split, `solution`, whose last box is the answer."""
 
     name = "math"
+    sources = [Path(__file__).with_name("equivalence.py")]
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"problem": (str,)}
     optional = {"unique_id": (str, int), "answer": (str,), "solution": (str,)}

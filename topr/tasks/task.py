@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from topr.io import InputError, explained
-from topr.sampling import Sampling
+from topr.sampling.base import Sampling
+from topr.settings import Configurable
 from topr.trajectories.rows import Types, load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
@@ -42,12 +43,13 @@ class Problem:
     solution: str | None = None  # a candidate solution, for verifiers
 
 
-class Task(ABC):
+class Task(Configurable, ABC):
     """Base class of all tasks. A subclass must define `grade`; the rest has defaults."""
 
     name = "task"
     requires_end = False  # whether a response that the length limit cut off is invalid
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
+    sources: list[Path] = []  # files beside the class's own module that decide grades
     # Columns of the problem file and their types. Optional ones may be absent.
     columns: Types = {"prompt": (str,), "gold": (str,)}
     optional: Types = {"id": (str, int)}

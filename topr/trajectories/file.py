@@ -92,7 +92,10 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     """Metadata by `METADATA_KEYS`. Raises an InputError unless it is a trajectory file."""
     with _open(path) as file:
         _with_schema(file.schema_arrow.empty_table())  # pyarrow names a missing or wrong column
+        boolean = pa.types.is_boolean(file.schema_arrow.field("reward").type)
         metadata = json.loads((file.metadata.metadata or {}).get(b"topr", b"{}"))
+    if boolean:  # false would become 0, which is no negative
+        raise InputError(f"{path}: column 'reward' has type bool; write +1 and -1")
     version = metadata.get("schema")
     if version not in (None, SCHEMA_VERSION):
         raise InputError(f"{path} has schema {version}, expected {SCHEMA_VERSION}; import it again")
