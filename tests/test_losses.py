@@ -42,7 +42,7 @@ def evaluate(loss, pi, mu, advantage):
     return output, [part.numpy() for part in log_probs_N.grad.split(length_B.tolist())]
 
 
-def gradient_of(loss, pi, mu, advantage) -> np.ndarray:
+def gradient_of(loss, pi, mu, advantage):
     return np.concatenate(evaluate(loss, pi, mu, advantage)[1])
 
 

@@ -1,6 +1,6 @@
 """What a user may leave out: files of predictions, export, TensorBoard's extras, speed, signals."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,

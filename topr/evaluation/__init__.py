@@ -1,7 +1,7 @@
 """Sample, grade, score; metrics with intervals; tables and plots.
 Not here: which problems to sample, when to evaluate."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,

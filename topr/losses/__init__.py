@@ -1,7 +1,7 @@
 """Losses on stored trajectories: pure functions of log-probs, each one class chosen by `class_path`.
 Not here: advantages, models, loggers, trainers."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,

@@ -1,13 +1,12 @@
 """Policies: Hugging Face causal language models with their tokenizers, in and out, and log-probs.
 Not here: sampling, grading, training."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,
     files=["encode", "encode_prompt", "load_tokenizer", "render_prompt", "resolve_policy"]
     + ["vocabulary_and_context"],
     logprobs=["score"],
-    lora=["LoRA"],
-    model=["Policy", "export_policy", "load_policy", "own_device"],
+    model=["LoRA", "Policy", "export_policy", "load_policy", "own_device"],
 )

@@ -1,11 +1,13 @@
 """The policy: a Hugging Face causal language model, loaded from a folder or the hub, and saved."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jsonargparse.typing import PositiveInt
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,22 @@ from topr.io import InputError, atomic, explained
 from topr.policy import shared_prompts
 from topr.policy.files import load_config, load_generation_config, load_tokenizer, resolve_policy
 from topr.policy.logprobs import padded_hidden_states, token_log_probs
+
+
+@dataclass
+class LoRA:
+    """Low-rank adapters (Hu et al., arXiv:2106.09685), trained instead of the weights.
+
+    Args:
+        rank: of each adapter.
+        alpha: an adapter is scaled by alpha / rank.
+        targets: names of the layers that get one; by default all linear ones but the output
+            projection.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    targets: str | list[str] = "all-linear"
 
 
 class Policy(nn.Module):

@@ -1,7 +1,7 @@
 """Samplers: prompts in, responses out, both as token ids; decoded in this process or on servers.
 Not here: tokenising prompts, grading, files."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,

@@ -1,6 +1,6 @@
 """Tasks: problems, prompts and graders. Not here: sampling, files of trajectories."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,

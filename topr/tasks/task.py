@@ -10,7 +10,6 @@ import yaml
 from topr.io import InputError, explained
 from topr.sampling.base import Sampling
 from topr.settings import Configurable
-from topr.trajectories.rows import Types, load_rows
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
@@ -51,8 +50,8 @@ class Task(Configurable, ABC):
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
     sources: list[Path] = []  # files beside the class's own module that decide grades
     # Columns of the problem file and their types. Optional ones may be absent.
-    columns: Types = {"prompt": (str,), "gold": (str,)}
-    optional: Types = {"id": (str, int)}
+    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
+    optional: dict[str, tuple[type, ...]] = {"id": (str, int)}
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
@@ -60,6 +59,8 @@ class Task(Configurable, ABC):
         Raises:
             InputError: a row is malformed, or two problems have the same id.
         """
+        from topr.trajectories.rows import load_rows
+
         rows = load_rows(source, self.columns, self.optional)
         with explained(f"{source} does not hold problems of {self.name}", ValueError):
             problems = [self.problem(row, index) for index, row in enumerate(rows)]

@@ -1,7 +1,7 @@
 """The trajectory file: read, write, validate; import, inspect and curate.
 Not here: grading of responses, batching."""
 
-from topr.lazy import lazy
+from topr import lazy
 
 __getattr__ = lazy(
     __name__,
