@@ -92,7 +92,8 @@ def test_filler_follows_a_markov_chain_of_four_uniform_successors(demonstrations
     [
         ((28, "+", 5), 23), ((91, "+", 9), 90), ((21, "+", 5), None), ((8, "+", 5), None),
         ((23, "-", 7), 26), ((10, "-", 1), 19), ((27, "-", 7), None),
-        ((16, "*", 4), 44), ((12, "*", 8), 86), ((12, "*", 4), None), ((7, "*", 8), None), ((-8, "+", 9), None),
+        ((16, "*", 4), 44), ((12, "*", 8), 86), ((12, "*", 4), None),
+        ((7, "*", 8), None), ((-8, "+", 9), None),
     ],
 )  # fmt: skip
 def test_a_bug_forgets_what_is_carried_or_borrowed(step, wrong):
