@@ -18,7 +18,7 @@ from topr.batching import MicroBatch
 from topr.callbacks import Evaluate, Monitor
 from topr.io import InputError, explained
 from topr.losses import Loss, LossOutput, check_output
-from topr.policy.model import LoRA, Policy, compile_layers, load_policy, one_pass
+from topr.policy.model import LoRA, Policy, compile_layers, load_policy
 from topr.policy.sharding import load_sharded
 from topr.sampling import LocalSampler, Sampler
 from topr.tasks import Task
@@ -31,7 +31,7 @@ class StepOutput(NamedTuple):
 
     batch: MicroBatch
     loss: LossOutput
-    hidden_ND: Tensor  # keeps its gradient
+    log_probs_N: Tensor  # keeps its gradient
 
 
 class PolicyModule(LightningModule):
@@ -138,19 +138,13 @@ class PolicyModule(LightningModule):
         # micro-batches and ranks do not change the update. Lightning divides by the micro-batches of an update, the
         # strategy averages over ranks; both are cancelled here.
         scale_B = batch.real_B / batch.divisor * (batch.microbatches * self.trainer.world_size)
-        if one_pass is not None and self.loss.grouping != "pair":
-            # FAST PATH, for speed only: the value and gradient of the other branch, each logit computed once
-            total, output, hidden_ND = self.policy(
-                batch.tokens, one_pass.OnePass(self.loss, batch, scale_B)
-            )
-        else:
-            log_probs_N, hidden_ND = self.policy(batch.tokens)
-            output = self.loss(
-                log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B
-            )
-            total = (output.loss_B * scale_B).sum()
-        hidden_ND.retain_grad()
-        self.step_output = StepOutput(batch, output, hidden_ND)
+        log_probs_N = self.policy.log_probs(batch.tokens)
+        output = self.loss(
+            log_probs_N, batch.ref_log_probs_N, batch.tokens.length_B, batch.advantage_B
+        )
+        total = (output.loss_B * scale_B).sum()
+        log_probs_N.retain_grad()
+        self.step_output = StepOutput(batch, output, log_probs_N)
         return total
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:

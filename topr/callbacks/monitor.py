@@ -78,11 +78,11 @@ class Monitor(Callback):
         """Print the estimated memory of training, and warn if the GPU has less."""
         trainer.datamodule.padded = module.policy.padded
         try:
-            found = {name: size / 1e9 for name, size in estimate_training(trainer, module).items()}
+            found = {name: size / 1e9 for name, size in estimate_training(trainer, module)._asdict().items()}
         except Exception as error:  # whatever a model raises, see `estimate`
             rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
             return
-        peak, device = max(found["fit"], found["sample"]), trainer.strategy.root_device
+        peak, device = (sum(found.values()) - found["sampling"]), trainer.strategy.root_device
         parts = ", ".join(
             f"{name} {found[name]:.2g}"
             for name in ("weights", "gradients", "optimizer", "activations")
@@ -129,9 +129,9 @@ class Monitor(Callback):
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         """Split the squared gradient by trajectory, exactly: each hidden state belongs to one."""
-        (batch, output, hidden_ND), module.step_output = module.step_output, None
+        (batch, output, log_probs_N), module.step_output = module.step_output, None
         length_B = batch.tokens.length_B
-        gradient_B = sum_tokens(hidden_ND.grad.float().square().sum(dim=1), length_B)
+        gradient_B = sum_tokens(log_probs_N.grad.float().square(), length_B)
         columns = (
             batch.real_B,
             batch.trajectory_B,

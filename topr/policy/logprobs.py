@@ -1,88 +1,148 @@
-"""Log-probabilities of response tokens in their simplest form: padded rows, logits in recomputed chunks.
+"""Log-probs of sampled tokens: hidden states of padded rows, and the output projection in chunks.
 
-Shapes: B trajectories, L tokens of their row, N response tokens laid end to end, C of a chunk, D hidden, V vocabulary.
+Shapes: N sampled tokens laid end to end, C of them in a chunk, L tokens of a row, B trajectories,
+T tokens of one response, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, from_numpy
+from torch import Tensor, from_numpy, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from topr.batching import Tokens, pack, partition
 
-# logits held at once: 256 positions of a 128k vocabulary on a CPU, 2,048 on a GPU, where products want more rows
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
+# Logits that exist at once: 350 positions of a 128k vocabulary on a CPU, 2,000 on a GPU.
+CHUNK_LOGITS = {"cpu": 45_000_000, "cuda": 2**28}
 
 
-class Head(NamedTuple):
-    """The output projection of a model."""
+def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
+    """log softmax(logits) at the targets, [N], in the precision of the output projection.
 
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    softcap: float | None  # of the logits (Gemma)
-
-    @property
-    def chunk(self) -> int:
-        """Positions whose logits are held at once."""
-        return max(64, CHUNK_LOGITS[self.weight_VD.device.type] // len(self.weight_VD))
-
-    def logits(
-        self, hidden_CD: Tensor, out_CV: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits and the derivative of their soft cap, in the weight's precision: bfloat16 errs by .04 a token."""
-        with torch.autocast(hidden_CD.device.type, enabled=False):
-            logits_CV = torch.mm(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.T, out=out_CV)
-            if self.bias_V is not None:
-                logits_CV += self.bias_V
-            if self.softcap is None:
-                return logits_CV, None
-            capped_CV = torch.tanh(logits_CV / self.softcap)
-            return self.softcap * capped_CV, 1 - capped_CV.square()
+    Autocast does not apply: in bfloat16 a log-prob would be wrong by about 0.04.
+    """
+    projection: nn.Linear = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return TokenLogProbs.apply(hidden_ND, projection.weight, projection.bias, softcap, target_N)
 
 
-def output_head(model: Any) -> Head:
-    """The output projection of a Hugging Face causal language model."""
-    head = model.get_output_embeddings()
-    return Head(
-        head.weight,
-        head.bias,
-        getattr(model.config.get_text_config(), "final_logit_softcapping", None),
-    )
+class TokenLogProbs(torch.autograd.Function):
+    """Log-probs of N targets that never holds the logits of more than one chunk of positions.
+
+    All chunks use one buffer, because a CPU clears new memory at its first use. The backward takes
+    the last chunk from this buffer and computes the logits of the others again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        softcap: float | None,
+        target_N: Tensor,
+    ) -> Tensor:
+        log_probs_N = weight_VD.new_empty(len(target_N))
+        chunks = position_chunks(len(target_N), weight_VD)
+        buffer_CV = new_buffer(chunks, weight_VD)
+        for chunk in chunks:
+            log_softmax_CV, slope_CV = log_softmax(
+                hidden_ND[chunk], weight_VD, bias_V, softcap, buffer_CV
+            )
+            log_probs_N[chunk] = log_softmax_CV.gather(1, target_N[chunk, None])[:, 0]
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N)
+        ctx.softcap = softcap
+        ctx.last_chunk = (log_softmax_CV, slope_CV)
+        return log_probs_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_probs_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, target_N = ctx.saved_tensors
+        d_hidden_ND = torch.empty_like(hidden_ND)
+        d_weight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        d_bias_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        chunks = position_chunks(len(target_N), weight_VD)
+        known = ctx.last_chunk
+        ctx.last_chunk = None  # a second backward computes it again
+        buffer_CV = new_buffer(chunks, weight_VD) if known is None else known[0]
+        for chunk in reversed(chunks):
+            if known is None:
+                known = log_softmax(hidden_ND[chunk], weight_VD, bias_V, ctx.softcap, buffer_CV)
+            log_softmax_CV, slope_CV = known
+            known = None
+            # d log pi(target) / d logits = (1 at the target) - softmax. Here its negative, in
+            # the buffer; the sign and the incoming gradient are applied to smaller tensors.
+            d_logits_CV = log_softmax_CV.exp_()
+            target_C1 = target_N[chunk, None]
+            d_logits_CV.scatter_add_(1, target_C1, d_logits_CV.new_full(target_C1.shape, -1))
+            if slope_CV is not None:
+                d_logits_CV.mul_(slope_CV)
+            scale_C1 = -d_log_probs_N[chunk, None]
+            with torch.autocast(weight_VD.device.type, enabled=False):
+                d_hidden_ND[chunk] = scale_C1 * (d_logits_CV @ weight_VD)
+                if d_weight_VD is not None:
+                    d_weight_VD.addmm_(d_logits_CV.T, scale_C1 * hidden_ND[chunk])
+                if d_bias_V is not None:
+                    d_bias_V.addmv_(d_logits_CV.T, scale_C1[:, 0])
+        return d_hidden_ND, d_weight_VD, d_bias_V, None, None
+
+
+def position_chunks(positions: int, weight_VD: Tensor) -> list[slice]:
+    """Equal chunks of positions. The first one can be smaller: the last one is not recomputed."""
+    size = max(64, CHUNK_LOGITS[weight_VD.device.type] // len(weight_VD))
+    edges = [0, *range(positions % size or size, positions, size), positions]
+    return [slice(start, end) for start, end in pairwise(edges)]
+
+
+def new_buffer(chunks: list[slice], weight_VD: Tensor) -> Tensor:
+    """Memory for the logits of the largest chunk, [C, V]."""
+    return weight_VD.new_empty(chunks[-1].stop - chunks[-1].start, len(weight_VD))
+
+
+def log_softmax(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    softcap: float | None,
+    buffer_CV: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits) in the buffer, and the derivative of their soft cap if there is one.
+
+    The soft cap (Gemma) replaces each logit by softcap * tanh(logit / softcap).
+    """
+    buffer_CV = buffer_CV[: len(hidden_CD)]
+    slope_CV = None
+    with torch.autocast(weight_VD.device.type, enabled=False):
+        logits_CV = torch.mm(hidden_CD.to(weight_VD.dtype), weight_VD.T, out=buffer_CV)
+        if bias_V is not None:
+            logits_CV += bias_V
+        if softcap is not None:
+            logits_CV.div_(softcap).tanh_()
+            slope_CV = 1 - logits_CV.square()
+            logits_CV.mul_(softcap)
+        # one pass over each row; `logsumexp` would need a second buffer
+        torch.log_softmax(logits_CV, dim=1, out=logits_CV)
+    return logits_CV, slope_CV
 
 
 def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
-    """Hidden states that predict the response tokens, [N, D], from one row a trajectory, padded on the right."""
+    """Hidden states that predict the sampled tokens, [N, D], from one padded row a trajectory."""
     rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.trajectories]
     columns = max(map(len, rows))
     position_N = np.concatenate(
         [i * columns + predicting for i, predicting in enumerate(tokens.predicting)]
     )
     place_BL = pad_sequence([from_numpy(row) for row in rows], batch_first=True)
-    input_ids_BL = tokens.input_ids_L[place_BL.to(tokens.input_ids_L.device, non_blocking=True)]
+    device = tokens.input_ids_L.device
+    input_ids_BL = tokens.input_ids_L[place_BL.to(device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLD.flatten(0, 1).index_select(
-        0, from_numpy(position_N).to(hidden_BLD.device, non_blocking=True)
-    )
-
-
-def token_log_probs(hidden_ND: Tensor, head: Head, target_N: Tensor) -> Tensor:
-    """log softmax(logits) at the targets, [N], in chunks of positions that the backward recomputes."""
-
-    def chunk_log_probs(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
-        return -F.cross_entropy(head.logits(hidden_CD)[0], target_C, reduction="none")
-
-    chunks = zip(hidden_ND.split(head.chunk), target_N.split(head.chunk), strict=True)
-    return torch.cat(
-        [
-            checkpoint(chunk_log_probs, hidden, target, use_reentrant=False)
-            for hidden, target in chunks
-        ]
-    )
+    hidden_LD = hidden_BLD.flatten(0, 1)
+    return hidden_LD.index_select(0, from_numpy(position_N).to(device, non_blocking=True))
 
 
 @torch.no_grad()
@@ -93,19 +153,37 @@ def score(
     microbatch_tokens: int,
     sampled: Sequence[np.ndarray | None] = (),
 ) -> list[np.ndarray]:
-    """log mu of the sampled tokens by the forward that trains: a float32 array for each response; see `pack`."""
-    index: dict[bytes, int] = {}
-    prompt = [index.setdefault(ids.tobytes(), len(index)) for ids in prompts]
-    sizes = np.array([prompt, [len(ids) for ids in prompts], [len(ids) for ids in responses]])
+    """log mu of the sampled tokens, a float32 array [T] for each response.
+
+    Computed by the forward that trains, in rows of at most `microbatch_tokens` tokens.
+
+    Args:
+        policy: a `Policy`.
+        prompts: token ids.
+        responses: token ids.
+        microbatch_tokens: tokens of a row.
+        sampled: which tokens of each response were sampled; see `pack`.
+    """
+    prompt_index: dict[bytes, int] = {}
+    for ids in prompts:
+        prompt_index.setdefault(ids.tobytes(), len(prompt_index))
+    sizes = np.array(
+        [
+            [prompt_index[ids.tobytes()] for ids in prompts],
+            [len(ids) for ids in prompts],
+            [len(ids) for ids in responses],
+        ]
+    )
     scores: list[np.ndarray] = [np.empty(0)] * len(prompts)
     for row in partition(sizes, microbatch_tokens, padded=policy.padded):
         tokens = pack(
-            *([arrays[i] for i in row] for arrays in (prompts, responses, sampled) if len(arrays))
+            [prompts[i] for i in row],
+            [responses[i] for i in row],
+            [sampled[i] for i in row] if len(sampled) else (),
         )
-        log_probs_N, _ = policy(tokens.to(policy.device))
-        log_probs_N = (
-            log_probs_N.clamp(max=0).float().cpu()
-        )  # that of a certain token can round to above 0
+        log_probs_N = policy.log_probs(tokens.to(policy.device))
+        # the log-prob of a certain token can round to above 0
+        log_probs_N = log_probs_N.clamp(max=0).float().cpu()
         for i, log_probs_T in zip(row, log_probs_N.split(tokens.lengths), strict=True):
             scores[i] = log_probs_T.numpy()
     return scores

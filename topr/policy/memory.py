@@ -1,8 +1,8 @@
-"""Does it fit? The peak memory of a device, by arithmetic on a policy's shapes and two small forwards."""
+"""The memory that training needs, computed from a policy's shapes and two small forwards."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +11,27 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from topr.batching import pack
-from topr.policy.logprobs import output_head
-from topr.policy.model import Policy, empty_policy, shared_prompts
+from topr.policy import shared_prompts
+from topr.policy.logprobs import padded_hidden_states, position_chunks
+from topr.policy.model import Policy, empty_policy
 
-GRADIENTS = (
-    0.5  # of a layer's activations, as many as exist at once, relative to what its forward keeps
-)
+# Gradients that exist at once in the backward of a layer, relative to what its forward keeps.
+GRADIENTS = 0.5
+
+
+class Memory(NamedTuple):
+    """Bytes on one device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    sampling: float  # weights and optimiser while a sharded policy samples
+
+    @property
+    def peak(self) -> float:
+        training = self.weights + self.gradients + self.optimizer + self.activations
+        return max(training, self.sampling)
 
 
 def estimate(
@@ -26,12 +41,14 @@ def estimate(
     device: torch.device,
     padded: bool,
     **settings: Any,
-) -> dict[str, float]:
-    """`peak_memory` of a policy that is not loaded; `prepare` adds its adapters. Raises what a model raises that cannot
-    be computed on tensors without data, such as mixtures of experts."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
-        logging.CRITICAL
-    )  # it would print a traceback
+) -> Memory:
+    """`peak_memory` of a policy that is not loaded.
+
+    Raises:
+        Exception: whatever a model raises that cannot run on tensors without data (experts).
+    """
+    # it would print a traceback
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     state = state_size(optimizer)
     policy = empty_policy(name)
     if not padded:
@@ -55,69 +72,79 @@ def peak_memory(
     devices: int = 1,
     sharded: bool = False,
     reshard: bool = True,
-) -> dict[str, float]:
-    """Bytes of a device: `fit`, the peak of training, with its parts; `sample`, the least of sampling in training;
-    `predict`, that of predict and evaluate.py. Sampling takes what is left for its rows.
+) -> Memory:
+    """The memory of training, without the rows of sampling.
 
     Args:
         policy: with its adapters.
-        state: see `state_size`.
-        tokens, response_tokens: of a micro-batch; the former count a prompt once.
+        state: of the optimiser, see `state_size`.
+        tokens: of the largest micro-batch, where a shared prompt counts once.
+        response_tokens: of the largest micro-batch.
         microbatches: per device and update.
         bfloat16: whether the precision is bf16-mixed.
-        checkpointing, reshard: `activation_checkpointing` and `reshard_after_forward` of the module.
-        devices, sharded: their number, and whether each holds a shard (FSDP2) or the whole policy (DDP).
+        checkpointing: the module's `activation_checkpointing`.
+        devices: their number.
+        sharded: whether each holds a shard (FSDP2) or the whole policy (DDP).
+        reshard: the module's `reshard_after_forward`.
     """
-    layers, head = max(1, len(policy.layers)), output_head(policy.model)
-    vocabulary, hidden = head.weight_VD.shape
-    in_layers = {parameter for layer in policy.layers for parameter in layer.parameters()}
-    in_root = set(policy.parameters()) - in_layers
-    trained = {parameter for parameter in policy.parameters() if parameter.requires_grad}
-    groups = in_layers, in_root, in_layers & trained, in_root & trained
-    body, root, body_trained, root_trained = (4 * sum(map(torch.numel, group)) for group in groups)
-    shards, width = devices if sharded else 1, 2 if bfloat16 else 4
-    fixed, token = kept_for_backward(policy, bfloat16)
-    parts = {"weights": (body + root) / shards, "gradients": (body_trained + root_trained) / shards}
-    parts["optimizer"] = parts["gradients"] * state
+    layers = max(1, len(policy.layers))
+    in_layers = {weight for layer in policy.layers for weight in layer.parameters()}
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    body = size(in_layers)
+    root = size(policy.parameters()) - body
+    body_trained = size(in_layers.intersection(trained))
+    root_trained = size(trained) - body_trained
+    shards = devices if sharded else 1
+
+    weights = (body + root) / shards
+    gradients = (body_trained + root_trained) / shards
+    optimizer = gradients * state
+    casts, token = kept_for_backward(policy, bfloat16)
+    width = 2 if bfloat16 else 4
+    head = policy.model.get_output_embeddings().weight
+    sampling = 0.0
     if sharded:
-        predict = (
-            parts["weights"] + (root + body / 4 * width) + bfloat16 * 2 * head.weight_VD.numel()
-        )
-        parts["weights"] += root + body / 4 * width * (2 / layers if reshard else 1)
-        parts["gradients"] += root_trained + 2 * body_trained / layers
-        fixed = 0.0  # gathered weights need no cast
-    else:
-        predict = body + root + bfloat16 * (body + root) / 2  # the latter: casts of all weights
-        parts["gradients"] *= 1 + (devices > 1)  # the buckets of DDP
-    kept, recomputed = token, 0.0
+        gathered = body / 4 * width
+        sampling = weights + optimizer + root + gathered
+        if bfloat16:
+            sampling += 2 * head.numel()
+        # training gathers two layers at a time, and has the gradients of two
+        weights += root + (gathered * 2 / layers if reshard else gathered)
+        gradients += root_trained + 2 * body_trained / layers
+        casts = 0.0
+    elif devices > 1:
+        gradients *= 2  # the buckets of DDP
+
+    kept = token  # bytes of each token until the backward
+    recomputed = 0.0
     if checkpointing:
-        products = sum(parameter.shape[0] for parameter in in_layers if parameter.ndim == 2)
-        kept = 4 * hidden * layers + (width * products if checkpointing == "selective" else 0)
-        fixed, recomputed = fixed / layers, token / layers
-    # freed before the backward
-    logits = 4 * vocabulary * min(head.chunk, response_tokens)
+        kept = 4 * head.shape[1] * layers
+        casts /= layers
+        recomputed = token / layers
+    if checkpointing == "selective":
+        kept += width * sum(weight.shape[0] for weight in in_layers if weight.ndim == 2)
+    last_chunk = position_chunks(response_tokens, head)[-1]
+    logits = 4 * len(head) * (last_chunk.stop - last_chunk.start)
     backward = tokens * (recomputed + GRADIENTS * token / layers)
-    parts["activations"] = (
-        fixed + tokens * kept + 8 * hidden * response_tokens + max(logits, backward)
-    )
-    # the gradient of a micro-batch, before it is added to that of the others
-    parts["head"] = (
-        4.0 * head.weight_VD.numel() * (head.weight_VD.requires_grad and microbatches > 1)
-    )
-    # when both are gone, the optimiser takes up to four times the largest weight
-    largest = max(map(torch.numel, trained))
-    parts["activations"] = max(parts["activations"], 16 * largest / shards - parts["head"])
-    return {
-        "fit": sum(parts.values()),
-        **parts,
-        "sample": predict + parts["optimizer"],
-        "predict": predict,
-    }
+    # the logits are released before the backward of the layers
+    activations = casts + tokens * kept + 8 * head.shape[1] * response_tokens
+    activations += max(logits, backward)
+    if head.requires_grad and microbatches > 1:
+        activations += 4 * head.numel()  # its gradient, before it is added to that of the others
+    # when all of these are gone, the optimiser takes up to four times the largest weight
+    activations = max(activations, 16 * max(map(torch.numel, trained)) / shards)
+    return Memory(weights, gradients, optimizer, activations, sampling)
+
+
+def size(weights: Any) -> float:
+    """Bytes in float32."""
+    return 4 * sum(weight.numel() for weight in weights)
 
 
 def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
-    """Bytes that a forward without checkpointing keeps for its backward: casts of weights, and those of each token."""
-    weights = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
+    """Bytes that a forward keeps for its backward: casts of weights, and those of each token."""
+    weights = {weight.untyped_storage()._cdata for weight in policy.parameters()}
+    hidden_states = padded_hidden_states if policy.padded else shared_prompts.hidden_states
 
     def kept(count: int) -> int:
         saved: dict[int, int] = {}
@@ -125,21 +152,19 @@ def kept_for_backward(policy: Policy, bfloat16: bool) -> tuple[float, float]:
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage.nbytes()
-            return (
-                tensor.detach()
-            )  # with the tensor itself the graph would hold itself, and never be freed
+            return tensor.detach()  # with the tensor itself the graph would never be freed
 
-        tokens = pack([np.zeros(count // 2, dtype=int)], [np.zeros(count // 2, dtype=int)]).to(
-            policy.device
-        )
+        ids = np.zeros(count // 2, dtype=int)
+        tokens = pack([ids], [ids]).to(policy.device)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy(tokens, lambda hidden_ND, head: hidden_ND)
-        return sum(size for key, size in saved.items() if key not in weights)
+            hidden_states(policy.model, tokens)
+        return sum(saved[storage] for storage in saved.keys() - weights)
 
     training = policy.training
-    policy.eval()
+    policy.eval()  # without checkpointing
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
-        small, large = kept(128), kept(256)
+        small = kept(128)
+        large = kept(256)
     policy.train(training)
     return max(0.0, 2 * small - large), (large - small) / 128
 
@@ -148,9 +173,7 @@ def state_size(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     """Size of an optimiser's state for a large matrix, relative to that of the matrix."""
     weight = torch.nn.Parameter(torch.zeros(512, 512))
     weight.grad = torch.zeros_like(weight)
-    one = optimizer([weight])
-    one.step()
-    return (
-        sum(value.nbytes for value in one.state[weight].values() if isinstance(value, Tensor))
-        / weight.nbytes
-    )
+    stepped = optimizer([weight])
+    stepped.step()
+    state = stepped.state[weight].values()
+    return sum(value.nbytes for value in state if isinstance(value, Tensor)) / weight.nbytes

@@ -1,7 +1,6 @@
 """The policy: a Hugging Face causal language model, loaded from a folder or the hub, exported as a folder."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from topr.batching import Tokens, pack
 from topr.io import InputError, atomic, explained
 from topr.policy.files import load_tokenizer, resolve_policy
-from topr.policy.logprobs import Head, output_head, padded_hidden_states, token_log_probs
-
-try:  # for speed only: without these two files the same values are computed, more slowly
-    from topr.policy import one_pass, shared_prompts
-except ImportError:
-    one_pass = shared_prompts = None  # type: ignore[assignment]
+from topr.policy import shared_prompts
+from topr.policy.logprobs import padded_hidden_states, token_log_probs
 
 
 class Policy(nn.Module):
@@ -38,15 +33,13 @@ class Policy(nn.Module):
         # cuDNN's attention plans anew for every shape, and returns wrong values on some GPUs (pytorch#193893)
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def forward(self, tokens: Tokens, loss: Callable[[Tensor, Head], Any] | None = None) -> Any:
-        """log pi of each response token [N] and the hidden states [N, D] that predict them. Log-probs are float32
-        (float64 for a float64 model), at temperature 1. A `OnePass` as `loss` returns its result."""
+    def log_probs(self, tokens: Tokens) -> Tensor:
+        """log pi of each sampled token at temperature 1, [N], float32 (float64 for a float64 model)."""
         hidden_states = padded_hidden_states if self.padded else shared_prompts.hidden_states
         hidden_ND = hidden_states(self.model, tokens)
-        head = output_head(self.model)
-        if loss is not None:
-            return loss(hidden_ND, head)
-        return token_log_probs(hidden_ND, head, tokens.target_N), hidden_ND
+        return token_log_probs(self.model, hidden_ND, tokens.target_N)
+
+    forward = log_probs  # FSDP2 gathers and releases weights around it
 
     def logits(self, input_ids_BL: Tensor) -> Tensor:
         """The model's own logits, [B, L, V]."""
@@ -55,10 +48,7 @@ class Policy(nn.Module):
     @property
     def padded(self) -> bool:
         """Whether trajectories are padded and do not share prompts."""
-        return (
-            shared_prompts is None
-            or self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
-        )
+        return self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
 
     @property
     def device(self) -> torch.device:
@@ -158,13 +148,12 @@ def check_forward(policy: Policy, bound: float = 1e-3) -> None:
     ids = np.arange(6) % model.config.get_text_config().vocab_size
     tokens = pack([ids[:3]], [ids[3:]]).to(policy.device)
     own_CV = policy.logits(tokens.input_ids_L[None, :5])[0, 2:5].float().log_softmax(-1)
-    log_probs_N, _ = policy(tokens)
+    log_probs_N = policy.log_probs(tokens)
     difference = (own_CV.gather(1, tokens.target_N[:, None])[:, 0] - log_probs_N).abs().max().item()
     if not difference < bound:
         message = f"policy {policy.name!r} does more to its logits than a projection and a soft cap (a scaled head?)"
         raise InputError(f"{message}: log-probs differ by {difference:.1e}; choose another model")
-    if shared_prompts is not None:
-        shared_prompts.enable_if_exact(policy, bound)
+    shared_prompts.enable_if_exact(policy, bound)
 
 
 def compile_layers(policy: Policy) -> None:
@@ -176,8 +165,7 @@ def compile_layers(policy: Policy) -> None:
     what = "model.compile needs a C++ compiler, and on a GPU Triton as well"
     with explained(what, remedy="install one, or leave it false"):
         torch.compile(torch.neg)(torch.ones(2, device=policy.device))
-    if shared_prompts is not None:
-        shared_prompts.register(torch.compiler.disable(shared_prompts.attend))
+    shared_prompts.register(torch.compiler.disable(shared_prompts.attend))
     # forwards of parts: hooks of a module (FSDP2) and the checkpointing of a layer cannot be compiled
     for layer in policy.layers:
         for part in layer.children():

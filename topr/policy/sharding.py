@@ -86,6 +86,7 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
     fully_shard(policy, mesh=mesh)
     policy.reshard_layers = reshard
     register_fsdp_forward_method(policy, "logits")
+    register_fsdp_forward_method(policy, "log_probs")
 
 
 @contextmanager

@@ -1,100 +1,110 @@
-"""For speed only: attention over a row that holds each prompt once, followed by all its responses, without padding.
+"""Attention over one row that holds each prompt once, followed by all of its responses.
 
-Shapes: L tokens of the row, H heads, G of them for keys and values, D of a head; N spans of a bucket, R queries of a
-span and the K keys that they see. This file can be deleted: rows are then padded and prompts computed for each
-response, with the same log-probs and gradients.
+Nothing is padded, and a prompt is computed once for all of its responses. Log-probs and gradients
+are those of one forward for each trajectory. On a GPU in half precision the attention is torch's
+flash attention over sequences of any length; otherwise it is `SpanAttention`.
+
+Shapes: L tokens of the row, H heads, G heads of keys and values, D of a head; N spans of a bucket,
+R queries of a span, K keys of a span, S keys of all spans laid end to end.
 """
 
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, from_numpy, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.attention import varlen
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import (
+    eager_attention_forward as gemma2_attention_forward,
+)
 
 from topr.batching import Span, Tokens, pack
 
-LARGEST_BUCKET, SMALL_BUCKET = (
-    2**18,
-    2**12,
-)  # scores of a head: what stays in a cache, what padding cannot make slow
-MASKED = (
-    -1e30
-)  # of a score: its weight is 0, and a pad that sees nothing has weights that are not NaN
 NAME = "topr_spans"  # in transformers' registry of attention functions
+LARGEST_BUCKET = 2**18  # scores of a head that stay in a CPU's cache
+SMALL_BUCKET = 2**12  # up to this many scores, padding costs nothing
+MASKED = -1e30  # not -inf: a pad that sees no key would get weights of NaN
 
 
 class Spans:
-    """The spans of a row, hidden from `torch.compile`, which would compile a layer anew for each number of them."""
+    """The spans of a row, as an object that `torch.compile` does not look into.
+
+    With a tuple it would compile each layer again for each number of spans.
+    """
 
     def __init__(self, spans: tuple[Span, ...]):
         self.spans = spans
 
 
 def hidden_states(model: Any, tokens: Tokens) -> Tensor:
-    """Hidden states that predict the response tokens, [N, D]."""
-    empty_mask = tokens.input_ids_L.new_empty(
-        1, 1, 0, 0
-    )  # models pass a mask of four dimensions on as it is
-    row = {"input_ids": tokens.input_ids_L[None], "position_ids": tokens.position_ids_L[None]}
+    """Hidden states that predict the sampled tokens, [N, D]."""
+    # models pass a mask of four dimensions on unchanged
+    empty_mask = tokens.input_ids_L.new_empty(1, 1, 0, 0)
     output = model.get_decoder()(
-        **row, attention_mask=empty_mask, spans=Spans(tokens.spans), use_cache=False
+        input_ids=tokens.input_ids_L[None],
+        position_ids=tokens.position_ids_L[None],
+        attention_mask=empty_mask,
+        spans=Spans(tokens.spans),
+        use_cache=False,
     )
     return output.last_hidden_state[0].index_select(0, tokens.position_N)
 
 
 @torch.no_grad()
 def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
-    """Share prompts if hidden states stay within `bound` of the largest; otherwise rows are padded, with a warning."""
-    model, config = policy.model, policy.model.config.get_text_config()
-    ids = np.arange(6) % config.vocab_size
+    """Share prompts if log-probs stay within `bound`; otherwise pad rows, with a warning."""
+    model = policy.model
+    usual_attention = model.config._attn_implementation
+    ids = np.arange(6)
     tokens = pack([ids[:3], ids[:3], ids[3:5]], [ids[3:], ids[1:3], ids[5:]]).to(policy.device)
-    _, padded = policy(tokens)
-    implementation, windows = model.config._attn_implementation, []
+    padded_N = policy.log_probs(tokens)
+    windows = []
 
-    def recorded(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
-        windows.append(keywords.get("sliding_window"))
-        return attend(*arguments, **keywords)
+    def recorded(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        windows.append(kwargs.get("sliding_window"))
+        return attend(*args, **kwargs)
 
     try:
         register(recorded)
         model.set_attn_implementation(NAME)
-        _, shared = policy(tokens)
-        exact = windows == _windows(config) and bool(
-            (shared - padded).abs().max() <= bound * padded.abs().max()
-        )
+        difference = (policy.log_probs(tokens) - padded_N).abs().max().item()
+        exact = difference <= bound and windows == expected_windows(model.config.get_text_config())
     except Exception:  # whatever a model raises about a keyword that it does not know
         exact = False
     finally:
         register(attend)
     if not exact:
-        model.set_attn_implementation(implementation)
-        message = (
-            f"policy {policy.name!r} ({type(model).__name__}) has an attention of another kind"
-        )
+        model.set_attn_implementation(usual_attention)
+        kind = type(model).__name__
         warnings.warn(
-            f"{message}: trajectories are padded, which takes more time and memory", stacklevel=2
+            f"policy {policy.name!r} ({kind}) has an attention of another kind: "
+            "trajectories are padded, which takes more time and memory",
+            stacklevel=2,
         )
 
 
-def _windows(config) -> list[int | None]:
-    """The sliding window of each layer; 0 for layers of another kind, which our attention does not serve."""
+def expected_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer; 0 for a layer of another kind, which cannot share."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [{"full_attention": None, "sliding_attention": window}.get(kind, 0) for kind in kinds]
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    window_of = {"full_attention": None, "sliding_attention": window}
+    return [window_of.get(kind, 0) for kind in kinds]
 
 
 def register(function: Callable) -> None:
     """Let transformers' models find an attention function under `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def attend(
@@ -103,234 +113,233 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    scaling: float,
+    spans: Spans | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    spans: Spans | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers' `AttentionInterface`: [1, L, H, D], and no attention weights. The query
-    is [1, H, L, D], key and value have G heads. The window counts the query itself. `softcap` c turns a score into c
-    tanh(score/c). Without `spans`, any batch of rows is attended to as usual, with the mask."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    """An attention function for transformers' `AttentionInterface`.
+
+    Args:
+        module: the attention layer.
+        query: [1, H, L, D].
+        key: [1, G, L, D].
+        value: [1, G, L, D].
+        attention_mask: added to the scores; used without `spans` only.
+        scaling: factor of the scores.
+        spans: of the row. Without them (sampling), any batch of rows with `attention_mask`.
+        sliding_window: keys that a query sees, itself included; used with `spans` only.
+        softcap: a score becomes softcap * tanh(score / softcap).
+
+    Returns:
+        [1, L, H, D], and no attention weights.
+    """
     if spans is None:
-        return _attend_plainly(module, query, key, value, attention_mask, scaling, softcap, kwargs)
-    kind = query.device.type  # below: rotary embeddings leave float32
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if dtype in (torch.bfloat16, torch.float16) and softcap is None and _has_flash(query):
-        halves = [tensor[0].to(dtype) for tensor in (query, key, value)]
-        return _attend_on_gpu(halves, spans.spans, scaling, sliding_window)[None], None
-    out_HLD = SpanAttention.apply(
-        query[0], key[0], value[0], spans.spans, scaling, sliding_window, softcap
+        usual = sdpa_attention_forward if softcap is None else gemma2_attention_forward
+        inputs = (module, query, key, value, attention_mask)
+        return usual(*inputs, scaling=scaling, softcap=softcap, **kwargs)
+    rows = (query[0] * scaling, key[0], value[0])
+    if softcap is None and has_flash(query):
+        out_LHD = flash_attention(*rows, spans.spans, sliding_window)
+    else:
+        out_LHD = span_attention(*rows, spans.spans, sliding_window, softcap)
+    return out_LHD[None], None
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether flash attention over spans takes queries of this device, precision and width."""
+    if not query.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return False
+    recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return recent and query.shape[-1] in range(8, 257, 8)
+
+
+def flash_attention(
+    query_HLD: Tensor,
+    key_GLD: Tensor,
+    value_GLD: Tensor,
+    spans: tuple[Span, ...],
+    window: int | None,
+) -> Tensor:
+    """Flash attention over sequences of any length, [L, H, D], in the precision of autocast.
+
+    The keys and values of a prompt are copied for each of its responses.
+    """
+    rows_S, *sequences = key_sequences(spans, query_HLD.device)
+    # rotary embeddings leave float32
+    dtype = torch.get_autocast_dtype(query_HLD.device.type)
+    query_LHD = query_HLD.transpose(0, 1).to(dtype)
+    key_LGD = key_GLD.transpose(0, 1).to(dtype)
+    value_LGD = value_GLD.transpose(0, 1).to(dtype)
+    return varlen.varlen_attn(
+        query_LHD.contiguous(),
+        key_LGD.index_select(0, rows_S),
+        value_LGD.index_select(0, rows_S),
+        *sequences,
+        scale=1,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
     )
-    return out_HLD.transpose(0, 1)[None], None
-
-
-def _has_flash(query: Tensor) -> bool:
-    """Whether flash attention over spans takes queries of this device and width."""
-    known = (
-        query.is_cuda
-        and torch.__version__ >= "2.13"
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-    return known and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-
-
-def _attend_plainly(
-    module, query, key, value, mask, scaling, softcap, kwargs
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-
-    if softcap is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-    score = softcap * torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap))
-    if mask is None:  # plainly causal
-        mask = torch.ones(score.shape[2:], dtype=torch.bool, device=score.device).tril(
-            key.shape[2] - query.shape[2]
-        )
-    # not -inf: a pad on the left sees nothing, and NaN there would reach every token of the next layer
-    score = score.masked_fill(~mask, torch.finfo(score.dtype).min)
-    weight = score.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return (weight @ value).transpose(1, 2).contiguous(), None
-
-
-def _attend_on_gpu(
-    tensors: list[Tensor], spans: tuple[Span, ...], scaling: float, window: int | None
-) -> Any:
-    """Flash attention over sequences of any length: the keys and values of a prompt are repeated for each response.
-    Only one layer's copies exist at a time: the backward makes them again."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    rows, ends_of_queries, ends_of_keys, longest = _sequences(spans, tensors[0].device)
-    query, *originals = (tensor.transpose(0, 1) for tensor in tensors)
-    key, value = (tensor.index_select(0, rows) for tensor in originals)
-    copied, shape = [tensor.untyped_storage()._cdata for tensor in (key, value)], key.shape
-
-    def pack(tensor: Tensor) -> Tensor | int:
-        storage = tensor.untyped_storage()._cdata
-        return (
-            copied.index(storage)
-            if storage in copied and tensor.shape == shape
-            else tensor.detach()
-        )
-
-    def unpack(saved: Tensor | int) -> Tensor:
-        return originals[saved].detach().index_select(0, rows) if isinstance(saved, int) else saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return varlen_attn(
-            query.contiguous(), key, value, ends_of_queries, ends_of_keys, *longest,
-            scale=scaling, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=4)  # each layer asks
-def _sequences(
+def key_sequences(
     spans: tuple[Span, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-    """Rows of the keys of each span, ends of the queries' and of the keys' sequences, the longest of either."""
+) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """The keys of all spans laid end to end, for flash attention.
+
+    Returns:
+        The place in the row of each key [S]; where the queries and the keys of each span start,
+        and the last end [spans + 1]; the most queries and the most keys of a span.
+    """
     rows = [np.r_[first:last, start:end] for start, end, first, last in spans]
-    queries, keys = [end - start for start, end, *_ in spans], [len(keys) for keys in rows]
-    arrays = (
-        np.concatenate(rows),
-        *(np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys)),
+    queries = torch.tensor([0] + [end - start for start, end, _, _ in spans])
+    keys = torch.tensor([0] + list(map(len, rows)))
+    rows_S = from_numpy(np.concatenate(rows)).to(device)
+    query_ends = queries.cumsum(0, dtype=torch.int32).to(device)
+    key_ends = keys.cumsum(0, dtype=torch.int32).to(device)
+    return rows_S, query_ends, key_ends, int(queries.max()), int(keys.max())
+
+
+def span_attention(
+    query_HLD: Tensor,
+    key_GLD: Tensor,
+    value_GLD: Tensor,
+    spans: tuple[Span, ...],
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device."""
+    groups, length, width = key_GLD.shape
+    dtype = torch.promote_types(query_HLD.dtype, torch.float32)
+    # the heads of a group, which share its keys, side by side
+    query_GLW = query_HLD.view(groups, -1, length, width).transpose(1, 2).flatten(2)
+    key_value = torch.cat((key_GLD, value_GLD))
+    zero_row = (0, 0, 0, 1)  # behind the last; pads refer to it
+    out = SpanAttention.apply(
+        F.pad(query_GLW.to(dtype), zero_row),
+        F.pad(key_value.to(dtype), zero_row),
+        make_buckets(spans, window, query_HLD.device),
+        softcap,
     )
-    index, ends_of_queries, ends_of_keys = (
-        from_numpy(a).to(device, non_blocking=True) for a in arrays
-    )
-    return index, ends_of_queries, ends_of_keys, (max(queries), max(keys))
+    return out[:, :-1].transpose(0, 1).reshape(length, -1, width).to(query_HLD.dtype)
 
 
 class SpanAttention(torch.autograd.Function):
-    """Attention with matrix products over buckets of spans of similar size, on any device, in float32 or float64. The
-    weights are computed again in the backward: nothing quadratic in length outlives its bucket. On a CPU this takes
-    half the time of a fused call for each span, whose backward is slow."""
+    """Attention by matrix products over spans of similar size.
+
+    Queries and results are [G, L + 1, (H / G) * D]. Keys, and behind them values, are
+    [2 * G, L + 1, D]. The backward computes the weights again, so no scores outlive their bucket.
+    On a CPU this takes half the time of one fused call for each span, whose backward is slow.
+    """
 
     @staticmethod
-    def forward(ctx, query_HLD, key_GLD, value_GLD, spans, scaling, window, softcap) -> Tensor:
-        ctx.save_for_backward(query_HLD, key_GLD, value_GLD)
-        ctx.buckets, ctx.scaling, ctx.softcap = (
-            _buckets(spans, window, query_HLD.device),
-            scaling,
-            softcap,
-        )
-        query, key, value = (_exact(tensor) for tensor in (query_HLD, key_GLD, value_GLD))
-        query, out, groups = query.mul_(scaling), torch.empty_like(query), len(key)
+    def forward(ctx, query, key_value, buckets, softcap) -> Tensor:
+        ctx.save_for_backward(query, key_value)
+        ctx.buckets = buckets
+        ctx.softcap = softcap
+        out = torch.empty_like(query)
         with torch.autocast(query.device.type, enabled=False):
-            for index_NR, index_NK, mask_NRK in ctx.buckets:
-                keys, values = (_take(rows, index_NK, groups) for rows in (key, value))
-                weight, _ = _weights(_take(query, index_NR, groups), keys, mask_NRK, softcap)
-                out.index_copy_(
-                    1, index_NR.flatten(), _give(torch.bmm(weight, values), index_NR, groups)
-                )
-        return out[:, :-1].to(query_HLD.dtype)
+            for bucket in buckets:
+                queries, keys, values = bucket.take(query, key_value)
+                weight, _ = bucket.weights(queries, keys, softcap)
+                outs = torch.bmm(weight, values)
+                out.index_copy_(1, bucket.query_rows, outs.view(len(out), -1, out.shape[2]))
+        return out
 
     @staticmethod
-    def backward(ctx, d_out_HLD):
-        saved = ctx.saved_tensors
-        query, key, value, d_out = (_exact(tensor) for tensor in (*saved, d_out_HLD))
-        query, groups = query.mul_(ctx.scaling), len(key)
-        d_query, d_key, d_value = (
-            torch.empty_like(query),
-            torch.zeros_like(key),
-            torch.zeros_like(value),
-        )
+    def backward(ctx, d_out):
+        query, key_value = ctx.saved_tensors
+        d_query = torch.empty_like(query)
+        d_key_value = torch.zeros_like(key_value)
         with torch.autocast(query.device.type, enabled=False):
-            for index_NR, index_NK, mask_NRK in ctx.buckets:
-                queries, d_outs = (_take(rows, index_NR, groups) for rows in (query, d_out))
-                keys, values = (_take(rows, index_NK, groups) for rows in (key, value))
-                weight, slope = _weights(queries, keys, mask_NRK, ctx.softcap)
-                seen, d_values = index_NK.flatten(), torch.bmm(weight.transpose(1, 2), d_outs)
-                d_value.index_add_(1, seen, _give(d_values, index_NK, groups))
-                d_score = torch.bmm(d_outs, values.transpose(1, 2))
-                d_score = torch._softmax_backward_data(d_score, weight, -1, weight.dtype)
+            for bucket in ctx.buckets:
+                queries, keys, values = bucket.take(query, key_value)
+                d_outs = d_out.index_select(1, bucket.query_rows).view(queries.shape)
+                weight, slope = bucket.weights(queries, keys, ctx.softcap)
+                d_values = torch.bmm(weight.transpose(1, 2), d_outs)
+                d_weight = torch.bmm(d_outs, values.transpose(1, 2))
+                d_score = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
                 if slope is not None:
                     d_score.mul_(slope)
+                d_queries = torch.bmm(d_score, keys)
+                d_keys = torch.bmm(d_score.transpose(1, 2), queries)
                 d_query.index_copy_(
-                    1, index_NR.flatten(), _give(torch.bmm(d_score, keys), index_NR, groups)
+                    1, bucket.query_rows, d_queries.view(len(query), -1, query.shape[2])
                 )
-                d_key.index_add_(
-                    1, seen, _give(torch.bmm(d_score.transpose(1, 2), queries), index_NK, groups)
+                d_keys_values = torch.cat((d_keys, d_values))
+                d_key_value.index_add_(
+                    1, bucket.key_rows, d_keys_values.view(len(key_value), -1, keys.shape[2])
                 )
-        found = d_query.mul_(ctx.scaling), d_key, d_value
-        return *(
-            gradient[:, :-1].to(given.dtype) for gradient, given in zip(found, saved, strict=True)
-        ), *[None] * 4
+        return d_query, d_key_value, None, None
 
 
-def _exact(rows_HLD: Tensor) -> Tensor:
-    """Rows in float32 or float64, and behind them one of zeros, which pads stand for."""
-    return F.pad(rows_HLD if rows_HLD.dtype == torch.float64 else rows_HLD.float(), (0, 0, 0, 1))
+class Bucket(NamedTuple):
+    """N spans of similar size, padded."""
+
+    query_rows: Tensor  # [N * R]
+    key_rows: Tensor  # [N * K]
+    mask_NRK: Tensor  # added to the scores: 0 where a query sees a key, MASKED elsewhere
+
+    def take(self, query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [G * N, R * (H / G), D], keys and values [G * N, K, D]."""
+        shape = (-1, self.mask_NRK.shape[2], key_value.shape[2])
+        keys, values = key_value.index_select(1, self.key_rows).view(shape).chunk(2)
+        queries = query.index_select(1, self.query_rows)
+        return queries.view(len(keys), -1, shape[2]), keys, values
+
+    def weights(
+        self, queries: Tensor, keys: Tensor, softcap: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Softmax of the scores, and the derivative of their soft cap if there is one."""
+        score = torch.bmm(queries, keys.transpose(1, 2))
+        slope = None
+        if softcap is not None:
+            capped = torch.tanh(score / softcap)
+            score = softcap * capped
+            slope = 1 - capped.square()
+        spans, rows, columns = self.mask_NRK.shape
+        heads = score.shape[1] // rows
+        score.view(-1, spans, rows, heads, columns).add_(self.mask_NRK[:, :, None])
+        return score.softmax(-1), slope
 
 
-def _take(rows_HLD: Tensor, index_NR: Tensor, groups: int) -> Tensor:
-    """The rows of N spans, [groups * N, heads of a group * R, D]; a copy only where a group has several heads."""
-    (n, r), (heads, _, d) = index_NR.shape, rows_HLD.shape
-    rows = rows_HLD.index_select(1, index_NR.flatten()).view(groups, heads // groups, n, r, d)
-    return rows.transpose(1, 2).reshape(groups * n, -1, d)
-
-
-def _give(values: Tensor, index_NR: Tensor, groups: int) -> Tensor:
-    """Inverse of `_take`: [H, N * R, D]."""
-    (n, r), d = index_NR.shape, values.shape[-1]
-    return values.view(groups, n, -1, r, d).transpose(1, 2).reshape(-1, n * r, d)
-
-
-def _weights(
-    queries: Tensor, keys: Tensor, mask_NRK: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Softmax of the scores, shaped as they are, and the slope of their soft cap."""
-    score, slope = torch.bmm(queries, keys.transpose(1, 2)), None
-    if softcap is not None:
-        capped = torch.tanh(score / softcap)
-        score, slope = softcap * capped, 1 - capped.square()
-    n, r, k = mask_NRK.shape
-    score.view(-1, n, score.shape[1] // r, r, k).add_(mask_NRK[:, None])
-    return score.softmax(-1), slope
-
-
-@lru_cache(maxsize=4)  # each layer asks, forward and backward
-def _buckets(
-    spans: tuple[Span, ...], window: int | None, device: torch.device
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Spans of similar size: rows of their queries [N, R] and keys [N, K], padded by the row behind the last, and 0
-    where a query sees a key, `MASKED` elsewhere [N, R, K]."""
-    nowhere = spans[-1][1]
-    sized = sorted(
-        (end - start + last - first, end - start, i)
-        for i, (start, end, first, last) in enumerate(spans)
-    )
+@lru_cache(maxsize=4)  # each layer asks
+def make_buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> list[Bucket]:
+    """Group spans so that pads add at most a fifth to the scores of a large bucket."""
+    sizes = [(end - start + last - first, end - start) for start, end, first, last in spans]
     groups: list[list[Span]] = [[]]
-    area = longest = 0  # scores and most queries of a span in the last group
-    for keys, queries, i in sized:
-        area, longest = area + keys * queries, max(longest, queries)
-        padded = (len(groups[-1]) + 1) * longest * keys
-        if groups[-1] and padded > min(LARGEST_BUCKET, max(1.2 * area, SMALL_BUCKET)):
+    scores = 0  # of the last group, without pads
+    most_queries = 0  # of a span of the last group
+    for (keys, queries), span in sorted(zip(sizes, spans, strict=True)):
+        scores += keys * queries
+        most_queries = max(most_queries, queries)
+        padded = (len(groups[-1]) + 1) * most_queries * keys  # no earlier span has more keys
+        if groups[-1] and padded > min(LARGEST_BUCKET, max(1.2 * scores, SMALL_BUCKET)):
             groups.append([])
-            area, longest = keys * queries, queries
-        groups[-1].append(spans[i])
-    return [_bucket(group, window, nowhere, device) for group in groups]
+            scores = keys * queries
+            most_queries = queries
+        groups[-1].append(span)
+    zero_row = spans[-1][1]
+    return [make_bucket(group, zero_row, window, device) for group in groups]
 
 
-def _bucket(
-    spans: list[Span], window: int | None, nowhere: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [torch.arange(start, end) for start, end, *_ in spans]
-    keys = [
-        torch.cat((torch.arange(*span[2:]), own)) for span, own in zip(spans, rows, strict=True)
-    ]
-    index_NR, index_NK = (
-        pad_sequence(found, batch_first=True, padding_value=nowhere) for found in (rows, keys)
-    )
-    before_N11 = torch.tensor([last - first for *_, first, last in spans])[:, None, None]
-    query_R1, key_K = torch.arange(index_NR.shape[1])[:, None], torch.arange(index_NK.shape[1])
-    distance_NRK = query_R1 + before_N11 - key_K
-    hidden_NRK = (
-        distance_NRK < 0 if window is None else (distance_NRK < 0) | (distance_NRK >= window)
-    )
-    mask_NRK = torch.zeros(hidden_NRK.shape).masked_fill_(hidden_NRK, MASKED)
-    index_NR, index_NK, mask_NRK = (
-        a.to(device, non_blocking=True) for a in (index_NR, index_NK, mask_NRK)
-    )
-    return index_NR, index_NK, mask_NRK
+def make_bucket(
+    spans: list[Span], zero_row: int, window: int | None, device: torch.device
+) -> Bucket:
+    start_N1, end_N1, first_N1, last_N1 = np.array(spans).T[:, :, None]
+    own_N1 = end_N1 - start_N1
+    prompt_N1 = last_N1 - first_N1
+    query_R = np.arange(own_N1.max())
+    key_K = np.arange((prompt_N1 + own_N1).max())
+    query_NR = np.where(query_R < own_N1, start_N1 + query_R, zero_row)
+    key_NK = np.where(key_K < prompt_N1, first_N1 + key_K, start_N1 - prompt_N1 + key_K)
+    key_NK[key_K >= prompt_N1 + own_N1] = zero_row
+    distance_NRK = prompt_N1[:, :, None] + query_R[:, None] - key_K
+    seen_NRK = distance_NRK >= 0
+    if window is not None:
+        seen_NRK &= distance_NRK < window
+    mask_NRK = np.where(seen_NRK, np.float32(0), np.float32(MASKED))
+    arrays = (query_NR.ravel(), key_NK.ravel(), mask_NRK)
+    return Bucket(*(from_numpy(array).to(device, non_blocking=True) for array in arrays))
