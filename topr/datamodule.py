@@ -363,7 +363,7 @@ class TrajectoryDataModule(LightningDataModule):
             precision=str(self.trainer.precision) if self.trainer else "32-true",
         )
         with same_error_on_all_ranks():
-            parts = job.missing_parts(self.out and Path(self.out))
+            parts = job.missing_parts(Path(self.out) if self.out else None)
         parts = gather(parts)[0]  # another rank may have looked later, and found more
         parts += [(None, [])] * (-len(parts) % world_size())
         loader = ProblemBatches()

@@ -50,7 +50,7 @@ class ExportPolicy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         after = self.measure(trainer, pl_module)
-        measured = {"before": self.before, "after": after} if after else {}
+        measured: dict[str, Any] = {"before": self.before, "after": after} if after else {}
         if after:
             rank_zero_info("\n" + table(measured))
             log_after(trainer, after)
