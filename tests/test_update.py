@@ -279,15 +279,15 @@ def test_micro_batches_and_workers_do_not_change_a_run_with_adam(run, shifted, m
         assert same_weights(one, other)
 
 
-class ThreeRanks(TrajectoryDataModule):
-    """Each update holds the micro-batches of three ranks, with their fillers."""
+class FiveRanks(TrajectoryDataModule):
+    """Each update holds the micro-batches of five ranks, with their fillers."""
 
     def train_dataloader(self) -> DataLoader:
         shares = []
-        for rank in range(3):
+        for rank in range(5):
             share = Updates(self.data, self.plan(0), self.microbatch_tokens, self.unit, False)
             share.rank = rank
-            share.ranks = 3
+            share.ranks = 5
             shares.append(share)
         updates = []
         for parts in zip(*shares, strict=True):
@@ -315,14 +315,14 @@ def plain_fit(policy, data, kind=TrajectoryDataModule, **settings) -> PolicyModu
 @pytest.mark.parametrize("batching", ["trajectories", "pairs"])
 def test_what_ranks_compute_to_fill_up_changes_nothing(shifted, batching):
     policy, data, _ = shifted
-    settings = {"batch_size": 20, "microbatch_tokens": 200, "batching": batching}
+    settings = {"batch_size": 4, "microbatch_tokens": 200, "batching": batching}
     one = plain_fit(policy, data, **settings)
-    three = plain_fit(policy, data, ThreeRanks, **settings)
+    five = plain_fit(policy, data, FiveRanks, **settings)
     fillers = 0
-    for update in three.trainer.train_dataloader:
+    for update in five.trainer.train_dataloader:
         fillers += sum(float((part.real_B == 0).sum()) for part in update.micro_batches)
     assert fillers > 0
-    torch.testing.assert_close(three.state_dict(), one.state_dict(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(five.state_dict(), one.state_dict(), rtol=0, atol=1e-6)
 
 
 class Infinite(TOPR):
@@ -360,7 +360,9 @@ def test_a_gradient_that_overflows_is_not_applied(policy, tmp_path, monkeypatch)
 
     class Steep(TOPR):
         def __call__(self, log_probs_N, *given):
-            return super().__call__(log_probs_N + (log_probs_N - log_probs_N.detach()) * 1e38, *given)
+            return super().__call__(
+                log_probs_N + (log_probs_N - log_probs_N.detach()) * 1e38, *given
+            )
 
     with pytest.raises(DivergedError, match="update 1: the gradient.* is NaN or infinite"):
         plain_fit(policy, data, loss=Steep())
