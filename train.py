@@ -240,6 +240,9 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
+        "have no logger configured",  # test and validate print their figures
+        "infer the batch indices",  # of predict, which no one asks for
+        "The dirpath has changed",  # a checkpoint that is tested
         "no pre-optimization state",  # checkpoints hold the weights after an update
     ]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")

@@ -1,101 +1,90 @@
-"""The strong setting of the arithmetic task: filler, systematic mistakes, shipped data; the default stays itself."""
+"""The arithmetic data: what is drawn and demonstrated, the command, what is shipped."""
 
 import hashlib
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
+import jsonargparse
 import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, rejected
 
-import evaluate
+from data.arithmetic.imitation import make_tokenizer
 from data.arithmetic.make import main
+from data.arithmetic.problems import (
+    LETTERS,
+    SEPARATORS,
+    Bug,
+    Errors,
+    Setting,
+    apply,
+    base_prompts,
+    demonstration,
+    draw,
+    split_of,
+)
 from topr.evaluation import sample_and_grade
-from topr.io import InputError
-from topr.policy import load_policy, load_tokenizer, tokenizer_fingerprint
-from topr.reproduce.making import make_tokenizer
+from topr.evaluation.benchmarks import BENCHMARKS
+from topr.policy import load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, Grade
-from topr.tasks.arithmetic import Bug, Errors, configured, split_of
 from topr.trajectories import add_log_probs
 
-CONFIG = ROOT / "configs" / "arithmetic_strong.yaml"
 DATA = ROOT / "data" / "arithmetic" / "strong"
 STEP = re.compile(r"([a-p]*)(-?\d+)([-+*])(\d+)=(-?\d+)([;,.])")
 NONE = Errors(direct=0, missing=0, digit=0, skip=0, loop=0)
 
 
 @pytest.fixture(scope="module")
-def task() -> Arithmetic:
-    return configured(CONFIG)
+def setting() -> Setting:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--setting", type=Setting)
+    given = yaml.safe_load((DATA / "setting.yaml").read_text())["setting"]
+    return parser.instantiate(parser.parse_object({"setting": given})).setting
 
 
 @pytest.fixture(scope="module")
-def demonstrations(task) -> list[tuple[str, str]]:
+def demonstrations(setting) -> list[tuple[str, str]]:
     """Prompts and imperfect solutions."""
     rng = np.random.default_rng(0)
-    prompts = [task.draw(rng).prompt for _ in range(6000)]
-    return [(prompt, task.demonstration(prompt, task.errors, rng)[0]) for prompt in prompts]
+    prompts = [draw(setting, rng).prompt for _ in range(6000)]
+    return [(prompt, demonstration(setting, setting.errors, prompt, rng)[0]) for prompt in prompts]
 
 
-def entropy(counts: Counter) -> float:
-    """In nats, of the distribution that the counts estimate."""
-    shares = np.array(list(counts.values())) / counts.total()
-    return float(-(shares * np.log(shares)).sum())
-
-
-def test_the_default_task_is_what_it_was_before_it_had_these_settings():
-    task, rng, digest = Arithmetic(), np.random.default_rng(0), hashlib.sha256()
+def test_the_default_problems_and_demonstrations_are_those_of_the_shipped_data():
+    rng = np.random.default_rng(0)
+    digest = hashlib.sha256()
     for _ in range(100):
-        problem = task.draw(rng)
-        text = task.demonstration(problem.prompt, Errors(), rng)
+        problem = draw(Setting(), rng)
+        text = demonstration(Setting(), Errors(), problem.prompt, rng)
         digest.update(json.dumps([problem.prompt, problem.gold, *text]).encode())
     assert digest.hexdigest() == "366087871c1dbfbc109cc45cdc990b9fdfde54f5bbf3977aee7a02a11a32bf24"
-    assert tokenizer_fingerprint(make_tokenizer()) == "778d7bb02d5ec9d3"
 
 
 def test_the_number_of_operations_follows_its_weights(demonstrations):
     counts = Counter(len(re.findall(r"[-+*]", prompt)) for prompt, _ in demonstrations)
-    np.testing.assert_allclose(
-        [counts[n] / len(demonstrations) for n in (2, 3, 4, 5)], [0.3, 0.3, 0.25, 0.15], atol=0.02
-    )
+    shares = [counts[n] / len(demonstrations) for n in (2, 3, 4, 5)]
+    np.testing.assert_allclose(shares, [0.3, 0.3, 0.25, 0.15], atol=0.02)
 
 
 def test_filler_follows_a_markov_chain_of_four_uniform_successors(demonstrations):
     follow: dict[str, Counter] = {}
+    separators: Counter = Counter()
     for _, text in demonstrations:
-        for words, *_ in STEP.findall(text):
+        for words, *_, separator in STEP.findall(text):
             assert len(words) == 5
+            separators[separator] += 1
             for before, after in zip("a" + words[:-1], words, strict=True):
                 follow.setdefault(before, Counter())[after] += 1
     assert set(follow) == set("abcdefghijklmnop")
     for i, letter in enumerate("abcdefghijklmnop"):
-        expected = {"abcdefghijklmnop"[(4 * i + k) % 16] for k in range(4)}
-        assert set(follow[letter]) == expected
-        shares = [count / follow[letter].total() for count in follow[letter].values()]
+        assert set(follow[letter]) == {"abcdefghijklmnop"[(4 * i + k) % 16] for k in range(4)}
+        shares = np.array(list(follow[letter].values())) / follow[letter].total()
         np.testing.assert_allclose(shares, 0.25, atol=0.04)
-
-
-def test_a_demonstration_holds_twenty_six_nats_of_wording(task, demonstrations):
-    steps = [STEP.findall(text) for _, text in demonstrations]
-    letters = {}
-    for words, *_ in (step for found in steps for step in found):
-        for position, (before, after) in enumerate(zip("a" + words[:-1], words, strict=True)):
-            letters.setdefault((position, before), Counter())[after] += 1
-    every = sum(counts.total() for counts in letters.values())
-    letter = sum(counts.total() * entropy(counts) for counts in letters.values()) / every
-    separator = entropy(Counter(step[-1] for found in steps for step in found))
-    per_sequence = np.mean([len(found) for found in steps]) * (5 * letter + separator)
-    # 3.25 operations, of which 1% are left out, of 5 log 4 + log 3 nats
-    assert per_sequence == pytest.approx(3.25 * 0.99 * (5 * np.log(4) + np.log(3)), abs=0.4)
-    plain = Arithmetic(operations=(2, 5))
-    assert (
-        "".join(plain.demonstration("9+3*2>", NONE, np.random.default_rng(0))[0])
-        == "9+3=12;12*2=24;#24"
-    )
+    shares = np.array(list(separators.values())) / separators.total()
+    np.testing.assert_allclose(shares, 3 * [1 / 3], atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -103,61 +92,55 @@ def test_a_demonstration_holds_twenty_six_nats_of_wording(task, demonstrations):
     [
         ((28, "+", 5), 23), ((91, "+", 9), 90), ((21, "+", 5), None), ((8, "+", 5), None),
         ((23, "-", 7), 26), ((10, "-", 1), 19), ((27, "-", 7), None),
-        ((16, "*", 4), 44), ((12, "*", 8), 86), ((12, "*", 4), None), ((7, "*", 8), None), ((-8, "+", 9), None),
+        ((16, "*", 4), 44), ((12, "*", 8), 86), ((12, "*", 4), None),
+        ((7, "*", 8), None), ((-8, "+", 9), None),
     ],
 )  # fmt: skip
 def test_a_bug_forgets_what_is_carried_or_borrowed(step, wrong):
-    assert Bug(step[1], (1, 9), 1.0).result(*step) == wrong
-    assert Bug(step[1], (step[2] + 1, 99), 1.0).result(*step) is None  # its operands are others
-    assert Bug({"+": "-", "-": "*", "*": "+"}[step[1]], (1, 9), 1.0).result(*step) is None
+    value, symbol, operand = step
+    right = {"+": value + operand, "-": value - operand, "*": value * operand}[symbol]
+    rng = np.random.default_rng(0)
+    others = [Bug(symbol, (operand + 1, 99), 1.0), Bug({"+": "-"}.get(symbol, "+"), (1, 9), 1.0)]
+    assert apply(others, *step, rng) == right
+    assert apply([Bug(symbol, (1, 9), 0.0)], *step, rng) == right
+    expected = right if wrong is None else wrong
+    assert apply([*others, Bug(symbol, (1, 9), 1.0)], *step, rng) == expected
 
 
-def test_bugs_are_systematic_and_occur_at_their_rates(task, demonstrations):
-    """Most wrong results of an operation are one and the same, and wrong ones are as frequent as the config says."""
-    results: dict[tuple, Counter] = {}
+def test_bugs_occur_at_their_rates_and_slips_in_one_step_of_a_hundred(setting, demonstrations):
+    right = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+    made = np.zeros(6)
+    could = np.zeros(6)
+    slips = steps = 0
     for _, text in demonstrations:
         for _, value, symbol, operand, result, _ in STEP.findall(text):
-            results.setdefault((int(value), symbol, int(operand)), Counter())[int(result)] += 1
-    right = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-    made, could = np.zeros(6), np.zeros(6)
-    slips = steps = 0
-
-    def applies(rule: dict, symbol: str, operand: int) -> bool:
-        return rule["operator"] == symbol and rule["operands"][0] <= operand <= rule["operands"][1]
-
-    rules = yaml.safe_load(CONFIG.read_text())["model"]["task"]["init_args"]["errors"]["bugs"]
-    assert len(rules) == 6 and {rule["operator"] for rule in rules} == set("+-*")
-    for (value, symbol, operand), counts in results.items():
-        wrong = Counter(
-            {result: n for result, n in counts.items() if result != right[symbol](value, operand)}
-        )
-        steps += counts.total()
-        rule = next((i for i, r in enumerate(rules) if applies(r, symbol, operand)), None)
-        units = right[symbol](value % 10, operand)
-        if rule is None or value < 10 or 0 <= units < 10:
-            slips += wrong.total()
-            continue
-        # by another route than the task's: the tens as if there were none to carry, or to borrow from
-        systematic = right[symbol](value - value % 10, operand if symbol == "*" else 0) + units % 10
-        made[rule], could[rule] = made[rule] + wrong[systematic], could[rule] + counts.total()
-        slips += wrong.total() - wrong[systematic]
-    rates = np.array([rule["rate"] for rule in rules])
+            value, operand, result = int(value), int(operand), int(result)
+            exact = right[symbol](value, operand)
+            units = right[symbol](value % 10, operand)
+            # by another route than the code's: the tens as if nothing were carried or borrowed
+            tens = right[symbol](value - value % 10, operand if symbol == "*" else 0)
+            systematic = tens + units % 10
+            steps += 1
+            if value >= 10 and not 0 <= units < 10:
+                for i, bug in enumerate(setting.errors.bugs):
+                    if bug.operator == symbol and bug.operands[0] <= operand <= bug.operands[1]:
+                        could[i] += 1
+                        made[i] += result == systematic
+                        exact = systematic if result == systematic else exact
+            slips += result != exact
+    rates = np.array([bug.rate for bug in setting.errors.bugs])
     assert could.min() > 150
-    assert (
-        np.abs(made / could - 0.99 * rates) < 4 * np.sqrt(rates * (1 - rates) / could)
-    ).all()  # 1% are slips
-    assert rates.min() >= 0.15 and rates.max() <= 0.6
+    deviation = np.abs(made / could - 0.99 * rates)  # 1% are slips
+    assert (deviation < 4 * np.sqrt(rates * (1 - rates) / could)).all()
     assert slips / steps == pytest.approx(0.01, abs=0.003)
 
 
-def test_slips_apart_one_in_a_hundred_operations_is_skipped_and_one_answer_missing(demonstrations):
+def test_one_operation_in_a_hundred_is_skipped_and_one_answer_missing(demonstrations):
     operations = sum(len(re.findall(r"[-+*]", prompt)) for prompt, _ in demonstrations)
     written = sum(len(STEP.findall(text)) for _, text in demonstrations)
     assert 1 - written / operations == pytest.approx(0.01, abs=0.003)
-    assert np.mean(["#" not in text for _, text in demonstrations]) == pytest.approx(
-        0.01, abs=0.004
-    )
-    assert all(text for _, text in demonstrations)
+    missing = np.mean(["#" not in text for _, text in demonstrations])
+    assert missing == pytest.approx(0.01, abs=0.004)
 
 
 @pytest.mark.parametrize(
@@ -165,152 +148,74 @@ def test_slips_apart_one_in_a_hundred_operations_is_skipped_and_one_answer_missi
     [
         ("abcde9+3=12;beglm12*2=24,adopa24-4=20.#20", Grade(1.0, True, "20")),
         ("abcde9+3=12;#21", Grade(-1.0, True, "21")),
-        ("abcde#20", Grade(1.0, True, "20")),
-        ("#20.", Grade(-1.0, False, None)),
-        ("#20abcde", Grade(-1.0, False, None)),
-        ("#abcde20", Grade(-1.0, False, None)),
-        ("#2a0", Grade(-1.0, False, None)),
-        ("#20,0", Grade(-1.0, False, None)),
-        ("#20#", Grade(-1.0, False, None)),
-        ("#21abcde#20", Grade(-1.0, False, None)),
-        ("#20\nabcde", Grade(-1.0, False, None)),
-        ("#20\n", Grade(-1.0, False, None)),
-        ("abcde9+3=12;abcde20", Grade(-1.0, False, None)),
-        ("#<unk>20", Grade(-1.0, False, None)),
-        ("# 20", Grade(-1.0, False, None)),
-        ("#-20", Grade(-1.0, False, None)),
+        *((text, Grade(-1.0, False, None)) for text in (
+            "#20.", "#20abcde", "#abcde20", "#2a0", "#20#", "#21abcde#20", "#20\nabcde", "#20\n",
+            "abcde9+3=12;abcde20", "#<unk>20", "# 20", "#-20",
+        )),
     ],
-)
-def test_filler_makes_no_hostile_answer_pass(task, response, grade):
-    assert task.grade(response, "20") == grade
+)  # fmt: skip
+def test_filler_makes_no_hostile_answer_pass(response, grade):
+    assert Arithmetic().grade(response, "20") == grade
 
 
-def test_demonstrations_without_errors_are_right_in_the_tokenizer_s_symbols_and_no_longer_than_sampling_allows(
-    task,
-):
-    tokenizer, rng = (
-        make_tokenizer(task.filler.symbols + task.filler.separators),
-        np.random.default_rng(0),
-    )
+def test_demonstrations_without_errors_are_right_and_no_longer_than_sampling_allows(setting):
+    tokenizer = make_tokenizer(LETTERS + SEPARATORS)
+    rng = np.random.default_rng(0)
     assert len(tokenizer) == len(set(tokenizer.get_vocab())) == 20 + 18
     longest = 0
     for _ in range(500):
-        problem = task.draw(rng)
-        text, finished = task.demonstration(problem.prompt, NONE, rng)
+        problem = draw(setting, rng)
+        text, finished = demonstration(setting, NONE, problem.prompt, rng)
         ids = tokenizer(text)["input_ids"]
-        assert finished and task.grade(text, problem.gold).reward == 1
-        assert (
-            len(ids) == len(text)
-            and tokenizer.decode(ids) == text
-            and tokenizer.unk_token_id not in ids
-        )
+        assert finished and Arithmetic().grade(text, problem.gold).reward == 1
+        assert len(ids) == len(text) and tokenizer.decode(ids) == text
         longest = max(longest, len(ids) + 1)
-    assert 60 < longest <= task.sampling.max_new_tokens
+    assert 60 < longest <= setting.max_new_tokens
+    config = yaml.safe_load((ROOT / "configs" / "arithmetic_strong.yaml").read_text())
+    assert config["data"]["sampling"]["max_new_tokens"] == setting.max_new_tokens
+    assert BENCHMARKS["arithmetic_strong"][0].sampling.max_new_tokens == setting.max_new_tokens
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "arguments",
     [
-        {"operations": [3]},
-        {"filler": {"word": 1}},
-        {"errors": {"missing": "seldom"}},
-        {"errors": {"bugs": [{"operator": "/", "operands": [1, 9], "rate": 0.5}]}},
-        {"errors": {"bugs": [{"operator": "+", "operands": [1, 9]}]}},
+        ["--stages", "[[0, 1]]"], ["--stages", "[[1, -1]]"], ["--samples", "-1"],
+        ["--setting.errors.missing", "seldom"], ["--setting.operations", "[3]"],
+        ["--config", "nowhere.yaml"],
     ],
-    ids=str,
-)
-def test_impossible_settings_are_refused(run, settings):
-    config = yaml.safe_load(CONFIG.read_text())
-    config["model"]["task"]["init_args"] |= settings
-    Path("bad.yaml").write_text(yaml.safe_dump(config))
-    rejected(run, "", "--config", "bad.yaml", "--out", "out", main=main)
-    with pytest.raises(InputError):
-        configured(Path("bad.yaml"))
+)  # fmt: skip
+def test_impossible_settings_are_refused(run, arguments):
+    words = arguments[0].removeprefix("--").rpartition(".")[2]
+    rejected(run, words, "base", "--out", "out", *arguments, main=main)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "[1]", "model: {}", "model: {task: topr.tasks.GSM8K}", "{", "\0"]
-)
-def test_a_config_without_the_task_is_refused(run, text):
-    Path("bad.yaml").write_text(text)
-    rejected(run, "model.task", "--config", "bad.yaml", "--out", "out", main=main)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--lr", "1", "2"], ["--lr", "-1"], ["--steps", "0"], ["--samples", "-1"]]
-)
-def test_impossible_stages_are_refused(run, arguments):
-    rejected(run, arguments[0].removeprefix("--"), "--out", "out", *arguments, main=main)
-
-
-def test_the_command_makes_the_configured_task_the_same_twice(run, tmp_path, task):
-    small = [
-        "--steps",
-        2,
-        1,
-        "--lr",
-        1e-3,
-        1e-4,
-        "--batch-size",
-        8,
-        "--train",
-        4,
-        "--val",
-        2,
-        "--test",
-        2,
-    ]
+def test_the_command_makes_the_same_twice(run, tmp_path):
+    given = ["base", "--config", DATA / "setting.yaml", "--stages", "[[2, 1e-3], [1, 1e-4]]"]
+    given += ["--batch_size", 8, "--train", 4, "--val", 2, "--test", 2]
     for name in ("one", "two"):
-        code, _, err = run(
-            main, "--config", CONFIG, "--out", tmp_path / name, *small, "--samples", 0
-        )
+        code, _, err = run(main, *given, "--out", tmp_path / name)
         assert code == 0, err
-    files = {
-        path.relative_to(tmp_path / "one")
-        for path in (tmp_path / "one").rglob("*")
-        if path.is_file()
-    }
-    assert {"train.jsonl", "val.jsonl", "test.jsonl"} < set(
-        map(str, files)
-    ) and "train.parquet" not in map(str, files)
+    files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*")}
+    names = {str(path) for path in files}
+    assert {"train.jsonl", "base/model.safetensors"} < names and "train.parquet" not in names
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), (
-            file
-        )
-    tokenizer = load_tokenizer(str(tmp_path / "one" / "base"))
-    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(
-        make_tokenizer(task.filler.symbols + task.filler.separators)
-    )
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
-def test_the_config_samples_and_evaluates_responses_of_the_task_s_length(task):
-    longest = yaml.safe_load(CONFIG.read_text())["data"]["sampling"]["max_new_tokens"]
-    assert longest == task.sampling.max_new_tokens
-    assert longest == evaluate.BENCHMARKS["arithmetic_strong"][0].sampling.max_new_tokens
-    assert Arithmetic().sampling.max_new_tokens == 40
-
-
-def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy():
-    splits = {
-        split: Arithmetic().problems(DATA / f"{split}.jsonl") for split in ("train", "val", "test")
-    }
-    assert {split: len(rows) for split, rows in splits.items()} == {
-        "train": 500,
-        "val": 200,
-        "test": 500,
-    }
-    prompts = [problem.prompt for rows in splits.values() for problem in rows]
-    assert len(set(prompts)) == len(prompts) == 1200
-    for split, rows in splits.items():
+def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy(setting):
+    prompts = []
+    for split, count in (("train", 500), ("val", 200), ("test", 500)):
+        rows = Arithmetic().problems(DATA / f"{split}.jsonl")
+        assert len(rows) == count
         assert {split_of(problem.prompt) for problem in rows} == {split}
-    rng = np.random.default_rng(0)
-    taught = [prompt for prompt, _ in zip(configured(CONFIG).base(rng), range(2000), strict=False)]
-    assert not set(taught) & set(prompts) and {
-        len(re.findall(r"[-+*]", prompt)) for prompt in taught
-    } == {2, 3, 4, 5}
+        prompts += [problem.prompt for problem in rows]
+    assert len(set(prompts)) == 1200
+    taught = base_prompts(setting, np.random.default_rng(0))
+    assert not {next(taught) for _ in range(2000)} & set(prompts)
 
 
-def test_the_shipped_base_is_strong_and_of_high_entropy(task):
+def test_the_shipped_base_is_strong_and_of_high_entropy():
+    task = Arithmetic(max_new_tokens=73)
     policy = load_policy(str(DATA / "base"))
     problems = task.problems(DATA / "train.jsonl")[:128]
     rows = sample_and_grade(LocalSampler(), policy, task, problems, 4, task.sampling, 0)

@@ -35,6 +35,10 @@ class ProblemBatch(NamedTuple):
     sampling: Sampling
     seed: int
 
+    def to(self, device: torch.device) -> "ProblemBatch":
+        """Lightning moves batches to the device; nothing here goes there."""
+        return self
+
 
 class PredictionBatch(NamedTuple):
     """Problems to sample trajectories for: a batch of prediction."""
@@ -43,6 +47,9 @@ class PredictionBatch(NamedTuple):
     job: Any  # the `SamplingJob`, which decides responses and grades
     microbatch_tokens: int  # of the forward that scores log mu
     path: Path | None  # the file to write, if any
+
+    def to(self, device: torch.device) -> "PredictionBatch":
+        return self
 
 
 class ProblemBatches(UserList):
@@ -332,9 +339,9 @@ class TrajectoryDataModule(LightningDataModule):
         samples = 2 if self.few_problems else samples
         return ProblemBatch(mine, numbers, samples, self.sampling, self.seed)
 
-    def val_dataloader(self) -> ProblemBatches:
+    def val_dataloader(self) -> Any:
         if self.val is None:
-            return ProblemBatches()
+            return []  # Lightning then does not validate
         return ProblemBatches([self.problem_batch("val", self.val_samples)])
 
     def test_dataloader(self) -> ProblemBatches:
@@ -356,7 +363,7 @@ class TrajectoryDataModule(LightningDataModule):
             precision=str(self.trainer.precision) if self.trainer else "32-true",
         )
         with same_error_on_all_ranks():
-            parts = job.missing_parts(self.out and Path(self.out))
+            parts = job.missing_parts(Path(self.out) if self.out else None)
         parts = gather(parts)[0]  # another rank may have looked later, and found more
         parts += [(None, [])] * (-len(parts) % world_size())
         loader = ProblemBatches()

@@ -181,17 +181,19 @@ class PolicyModule(LightningModule):
                 # in the whole update. The strategy averages over ranks, which is cancelled here.
                 scale_B = part.real_B * (self.trainer.world_size / update.divisor)
                 self.manual_backward((output.loss_B * scale_B).sum())
+            assert log_probs_N.grad is not None
             columns.append(columns_of(part, output, log_probs_N.grad))
         rows = gather_columns(columns)
         largest = torch.inf if self.gradient_clip_val is None else self.gradient_clip_val
-        norm = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # before clipping
+        total = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # unclipped
         self.check_update(rows, norm)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler is not None:
-            self.lr_schedulers().step()
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
         self.log_update(rows, {"gradient/norm": norm, "train/lr": rate})
         return {"rows": rows}
 
@@ -217,13 +219,13 @@ class PolicyModule(LightningModule):
         self.log("train/loss", figures.pop("train/loss"), prog_bar=True)
         self.log_dict(figures)
 
-    def validation_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
+    def validation_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
         """Sample, grade and log responses to this rank's problems; returns them."""
-        return self.evaluate("val", batch)
+        return {"trajectories": self.evaluate("val", batch)}
 
-    def test_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
+    def test_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
         """As `validation_step`."""
-        return self.evaluate("test", batch)
+        return {"trajectories": self.evaluate("test", batch)}
 
     def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[Trajectory]:
         """Graded responses with log mu; `PredictionWriter` writes them."""
@@ -239,9 +241,12 @@ class PolicyModule(LightningModule):
 
         trajectories = sample_and_grade(self, batch)
         found = figures(split, summarise(self, batch, trajectories))
+        fitting = self.trainer.state.fn == "fit"
         if not self.trainer.sanity_checking and not self.trainer.training:
-            self.log_dict(found, logger=False, batch_size=1)  # for callbacks
-        self.write_figures(found)
+            # in fit for callbacks alone
+            self.log_dict(found, logger=not fitting, batch_size=1)
+        if fitting:
+            self.write_figures(found)
         return trajectories
 
     def write_figures(self, figures: dict[str, float]) -> None:
@@ -253,13 +258,13 @@ class PolicyModule(LightningModule):
         """Log the validation that a resumed run's checkpoint came just before, or just after: the
         loggers keep what was logged before the checkpoint's update."""
         if self.validation_due:
-            for batch in self.trainer.val_dataloaders:
+            for batch in self.trainer.val_dataloaders or []:
                 self.evaluate("val", batch)
         elif self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        loop = self.trainer.fit_loop
+        loop: Any = self.trainer.fit_loop
         due = not self.trainer.validating and loop.epoch_loop._should_check_val_fx(
             loop._data_fetcher
         )

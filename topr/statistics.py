@@ -130,6 +130,7 @@ def statistics(rows: Rows) -> dict[str, float]:
     advantage = rows["advantage"]
     weight = rows["weight"]
     positive = advantage >= 0
+    gradient = rows["gradient"]
     squares = (weight**2).sum() * len(weight)
     found = {
         "train/loss": rows["loss"].mean(),
@@ -140,15 +141,17 @@ def statistics(rows: Rows) -> dict[str, float]:
         "train/groups_without_signal": groups_without_signal(advantage, rows["group"]),
         "weight/effective_sample_size": weight.sum() ** 2 / max(squares, 1e-12),
         "weight/negatives_below_0.01": mean(weight[~positive] < 0.01),
-        "gradient/positive_share": share(rows["gradient"], positive),
+        "gradient/positive_share": gradient[positive].sum() / max(gradient.sum(), 1e-300),
     }
     for sign, chosen in (("positives", positive), ("negatives", ~positive)):
         log_ratio = rows["log_ratio"][chosen]
+        if len(log_ratio) == 0:
+            log_ratio = np.array([np.nan])
         found |= {
-            f"log_ratio/{sign}_mean": mean(log_ratio),
-            f"log_ratio/{sign}_min": log_ratio.min(initial=np.inf) if len(log_ratio) else np.nan,
-            f"log_ratio/{sign}_max": log_ratio.max(initial=-np.inf) if len(log_ratio) else np.nan,
-            f"drift/{sign}": mean(log_ratio / rows["length"][chosen]),
+            f"log_ratio/{sign}_mean": log_ratio.mean(),
+            f"log_ratio/{sign}_min": log_ratio.min(),
+            f"log_ratio/{sign}_max": log_ratio.max(),
+            f"drift/{sign}": mean((rows["log_ratio"] / rows["length"])[chosen]),
             f"weight/{sign}_truncated": mean(rows["truncated"][chosen]),
         }
     return {name: float(value) for name, value in found.items()}
@@ -157,8 +160,3 @@ def statistics(rows: Rows) -> dict[str, float]:
 def mean(values: np.ndarray) -> float:
     """The mean; NaN of nothing, without a warning."""
     return float(values.mean()) if len(values) else float("nan")
-
-
-def share(values: np.ndarray, chosen: np.ndarray) -> float:
-    """The share of the chosen ones in the sum of all values, 0 if that is 0."""
-    return float(values[chosen].sum() / max(values.sum(), 1e-300))

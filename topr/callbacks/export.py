@@ -3,7 +3,7 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
-from topr.datamodule import TrajectoryDataModule
 from topr.evaluation import live
 from topr.evaluation.benchmarks import BENCHMARKS
 from topr.evaluation.report import table
@@ -38,7 +37,7 @@ class ExportPolicy(Callback):
 
     def measure(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any] | None:
         """Figures on data.test; None without it."""
-        data = getattr(trainer, "datamodule", None)
+        data = trainer.datamodule  # type: ignore[attr-defined]
         if data is None or data.test is None:
             return None
         batch = data.problem_batch("test", data.samples)
@@ -51,35 +50,33 @@ class ExportPolicy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         after = self.measure(trainer, pl_module)
-        measured = {"before": self.before, "after": after} if after else {}
+        measured: dict[str, Any] = {"before": self.before, "after": after} if after else {}
         if after:
-            show(measured)
+            rank_zero_info("\n" + table(measured))
             log_after(trainer, after)
-        weights = full_state_dict(pl_module.policy)
+        weights = full_state_dict(pl_module.policy)  # of all ranks
         if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         folder = Path(trainer.log_dir or ".")
-        summary = summarise(trainer, pl_module, measured)
         if pl_module.lora is None:
             export_policy(pl_module.policy, folder / "policy", weights)
         else:
             export_policy(pl_module.policy, folder / "adapter", weights)
             merged = merge_adapter(pl_module.policy.name, folder / "adapter")
             export_policy(merged, folder / "policy")
-        card = model_card(pl_module, summary, measured, folder)
+        card = model_card(pl_module, measured, folder)
         write_text(folder / "policy" / "README.md", card)
+        summary = summarise(trainer, pl_module, measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"Policy and summary.json are in {folder}. Next:")
-        for command in next_commands(trainer, pl_module, folder):
-            print(f"  {command}")
-
-
-def show(measured: dict[str, Any]) -> None:
-    """Print the means before and after."""
-    rank_zero_info("test      " + "".join(f"{name:>10}" for name in measured["after"]))
-    for when, figures in measured.items():
-        means = [f"{value['mean']:>10.3f}" for value in figures.values()]
-        rank_zero_info(f"{when:10}" + "".join(means))
+        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            print(f"  tensorboard --logdir {quote(str(folder.parent))}")
+        if after and pl_module.task.name in BENCHMARKS:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            benchmark = quote(f"{pl_module.task.name}={data.test}")
+            arguments = f"--benchmark {benchmark} --samples {data.samples}"
+            policy = quote(str(folder / "policy"))
+            print(f"  python evaluate.py --policy {policy} {arguments}")
 
 
 def log_after(trainer: Trainer, after: dict[str, Any]) -> None:
@@ -94,7 +91,7 @@ def log_after(trainer: Trainer, after: dict[str, Any]) -> None:
 
 def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) -> dict[str, Any]:
     """The contents of summary.json."""
-    data: Any = getattr(trainer, "datamodule", None)
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
     summary: dict[str, Any] = {"max_abs_log_ratio_at_start": module.max_abs_log_ratio}
     for when, figures in measured.items():
         summary[when] = {name: value["mean"] for name, value in figures.items()}
@@ -110,24 +107,7 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) 
     return summary
 
 
-def next_commands(trainer: Trainer, module: PolicyModule, folder: Path) -> list[str]:
-    """What to type next."""
-    commands = []
-    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        commands.append(f"tensorboard --logdir {quote(str(folder.parent))}")
-    data: Any = getattr(trainer, "datamodule", None)
-    for name, (task, *_) in BENCHMARKS.items():
-        same = type(task) is type(module.task) and vars(task) == vars(module.task)
-        if same and data is not None and data.test:
-            arguments = ["--policy", folder / "policy", "--benchmark", f"{name}={data.test}"]
-            arguments += ["--samples", data.samples]
-            commands.append("python evaluate.py " + join(map(str, arguments)))
-    return commands
-
-
-def model_card(
-    module: PolicyModule, summary: dict[str, Any], measured: dict[str, Any], folder: Path
-) -> str:
+def model_card(module: PolicyModule, measured: dict[str, Any], folder: Path) -> str:
     """README.md of an exported policy, in the format of the Hugging Face hub."""
     about = {
         "base_model": module.policy_name,
@@ -137,13 +117,11 @@ def model_card(
     }
     text = f"---\n{yaml.safe_dump(about)}---\n"
     text += f"# {module.policy_name}, trained with {type(module.loss).__name__}\n\n"
-    trajectories = summary.get("trajectories", "stored")
-    text += f"{summary['steps']} updates on {trajectories} trajectories, with the code of Tapered "
-    text += "Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
+    text += "By the code of Tapered Off-Policy REINFORCE "
+    text += "([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
     if measured:
-        counts = "{problems} problems, {samples} samples each".format(**summary["after"])
-        text += f"{table(measured)}\n{counts}; per cent (length: tokens), 95% bootstrap intervals "
-        text += "over problems.\n\n"
+        text += f"{table(measured)}\n"
+        text += "Per cent (length: tokens) with 95% bootstrap intervals over problems.\n\n"
     packages = ("torch", "transformers", "lightning")
     text += ", ".join(f"{name} {version(name)}" for name in packages) + "\n"
     config = folder / "config.yaml"

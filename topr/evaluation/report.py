@@ -38,8 +38,11 @@ def metric_names(rows: Iterable[Row]) -> list[str]:
 
 def table(rows: dict[str, Row], sign: str = "") -> str:
     """Markdown table of labelled rows: their whole numbers and summaries (shares in per cent)."""
-    counts = [name for name, value in next(iter(rows.values())).items() if isinstance(value, int)]
-    names = counts + metric_names(rows.values())
+    names: dict[str, None] = {}  # in the order of the rows
+    for row in rows.values():
+        for name, value in row.items():
+            if is_summary(value) or isinstance(value, int):
+                names[name] = None
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for label, row in rows.items():
         cells = [cell(row.get(name, ""), 1 if name == "length" else 100, sign) for name in names]

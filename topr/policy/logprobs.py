@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from topr.batching import Tokens, pack, partition
 
-# Logits that exist at once: 512 positions of a 128k vocabulary on a CPU, 2,048 on a GPU.
-CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+# Logits that exist at once: 350 positions of a 128k vocabulary on a CPU, 2,000 on a GPU.
+CHUNK_LOGITS = {"cpu": 45_000_000, "cuda": 2**28}
 
 
 def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:

@@ -18,10 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, from_numpy, nn
 from torch.nn.attention import varlen
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.gemma2.modeling_gemma2 import (
-    eager_attention_forward as gemma2_attention_forward,
-)
 
 from topr.batching import Span, Tokens, pack
 
@@ -59,7 +55,7 @@ def hidden_states(model: Any, tokens: Tokens) -> Tensor:
 def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
     """Share prompts if log-probs stay within `bound`; otherwise pad rows, with a warning."""
     model = policy.model
-    usual_attention = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     ids = np.arange(6)
     tokens = pack([ids[:3], ids[:3], ids[3:5]], [ids[3:], ids[1:3], ids[5:]]).to(policy.device)
     padded_N = policy.log_probs(tokens)
@@ -79,7 +75,7 @@ def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
     finally:
         register(attend)
     if not exact:
-        model.set_attn_implementation(usual_attention)
+        model.set_attn_implementation(implementation)
         kind = type(model).__name__
         warnings.warn(
             f"policy {policy.name!r} ({kind}) has an attention of another kind: "
@@ -136,15 +132,23 @@ def attend(
         [1, L, H, D], and no attention weights.
     """
     if spans is None:
-        usual = sdpa_attention_forward if softcap is None else gemma2_attention_forward
         inputs = (module, query, key, value, attention_mask)
-        return usual(*inputs, scaling=scaling, softcap=softcap, **kwargs)
+        return usual_attention(softcap)(*inputs, scaling=scaling, softcap=softcap, **kwargs)
     rows = (query[0] * scaling, key[0], value[0])
     if softcap is None and has_flash(query):
         out_LHD = flash_attention(*rows, spans.spans, sliding_window)
     else:
         out_LHD = span_attention(*rows, spans.spans, sliding_window, softcap)
     return out_LHD[None], None
+
+
+def usual_attention(softcap: float | None) -> Callable:
+    """Transformers' own attention. Imported late: it loads a whole model."""
+    if softcap is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward as attention
+    else:
+        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as attention
+    return attention
 
 
 def has_flash(query: Tensor) -> bool:

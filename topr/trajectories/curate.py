@@ -45,7 +45,7 @@ class Curation:
 
     def keep(self, reward: np.ndarray, group: np.ndarray) -> np.ndarray:
         """Sorted indices of the rows to keep, from the reward and the group of each row."""
-        from topr.losses.advantages import place_in_group
+        from topr.advantages import place_in_group
 
         rng = np.random.default_rng(self.seed)
         budget = self.budget or 0  # of a group
