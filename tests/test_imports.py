@@ -42,9 +42,14 @@ FILES = {module_name(path): path for path in sorted(TOPR.rglob("*.py"))}
 
 
 def imports(source: str) -> set[str]:
-    """The project's modules that a file imports anywhere, also inside functions."""
+    """The project's modules that a file imports anywhere, also inside functions, but not those
+    that only annotations need."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
