@@ -6,6 +6,7 @@ Nothing is recognised by its name, its path or a part of it.
 import hashlib
 import inspect
 import json
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,15 @@ def data_hash(files: list[str]) -> str:
 def grader_hash(task: Any) -> str:
     """Hash of what decides a grade: the source of the task's modules and its settings."""
     files = set(task.sources)
+    sources = []
     for kind in type(task).__mro__:
-        source = inspect.getmodule(kind).__dict__.get("__file__")  # builtins have none
-        if source is not None:
-            files.add(Path(source))
-    sources = sorted(map(file_hash, files))
+        file = Path(inspect.getmodule(kind).__dict__.get("__file__") or "")
+        if file.is_file():
+            files.add(file)
+        else:
+            with suppress(OSError, TypeError):  # of a builtin
+                sources.append(inspect.getsource(kind))  # of a notebook
+    sources += sorted(map(file_hash, files))
     settings = {name: value for name, value in vars(task).items() if name != "init_args"}
     return content_hash(type(task).__qualname__, sources, settings)
 

@@ -3,8 +3,7 @@
 Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -197,13 +196,11 @@ class PolicyModule(LightningModule):
         self.log_update(rows, {"gradient/norm": norm, "train/lr": rate})
         return {"rows": rows}
 
-    @contextmanager
-    def no_reduction(self) -> Iterator[None]:
+    def no_reduction(self) -> AbstractContextManager:
         """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one.
         FSDP2 reduces each time, because whole gradients would take the memory that it saves."""
         model = self.trainer.strategy.model
-        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
-            yield
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def check_update(self, rows: Rows, norm: float) -> None:
         """End the run before an update that would do harm; see `topr.statistics`."""
@@ -258,6 +255,7 @@ class PolicyModule(LightningModule):
         """Log the validation that a resumed run's checkpoint came just before, or just after: the
         loggers keep what was logged before the checkpoint's update."""
         if self.validation_due:
+            self.validation_due = False
             for batch in self.trainer.val_dataloaders or []:
                 self.evaluate("val", batch)
         elif self.validated[0] == self.global_step > 0:

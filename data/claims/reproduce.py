@@ -103,7 +103,7 @@ def measured_claim(study: Study, number: int) -> tuple[dict[str, Any], Rows]:
     """What is reported of a claim, and the rows of its figure."""
     found = MEASURES[number](study)
     criteria = CRITERIA[number]
-    parts = {}
+    parts: dict[str, str] = {}
     for words in found.variants:
         words["samples"] = study.setting["samples"]
         parts |= check(criteria["parts"], found.measured | found.differences, words)
