@@ -96,7 +96,8 @@ class PolicyModule(LightningModule):
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
-        self.validation_due = False  # whether a checkpoint was written just before a validation
+        self.validation_due = False  # whether the checkpoint was written just before a validation
+        self.limits: tuple[int | None, int] | None = None  # max_epochs and max_steps
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -214,8 +215,17 @@ class PolicyModule(LightningModule):
     def log_update(self, rows: Rows, more: dict[str, float]) -> None:
         """Log the figures of an update, which are the same on all ranks."""
         figures = statistics(rows) | more
-        self.log("train/loss", figures.pop("train/loss"), prog_bar=True)
-        self.log_dict(figures)
+        for name, value in figures.items():  # for callbacks
+            self.log(name, value, logger=False, prog_bar=name == "train/loss")
+        self.write_update(figures)
+
+    def write_update(self, figures: dict[str, float]) -> None:
+        """Write figures of the last update at its number, from 0. At once: Lightning would write
+        them after a checkpoint of this update, and a run killed in between would lack them."""
+        every = self.trainer.log_every_n_steps
+        if every and self.global_step % every == 0:
+            for logger in self.loggers:
+                logger.log_metrics(figures, self.global_step - 1)
 
     def validation_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
         """Sample, grade and log responses to this rank's problems; returns them."""
@@ -240,10 +250,10 @@ class PolicyModule(LightningModule):
         trajectories = sample_and_grade(self, batch)
         found = figures(split, summarise(self, batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
-        if not self.trainer.sanity_checking and not self.trainer.training:
-            # in fit for callbacks alone
-            self.log_dict(found, logger=not fitting, batch_size=1)
-        if fitting:
+        checking = self.trainer.sanity_checking  # before training, and in some resumed runs
+        if not checking:
+            self.log_dict(found, logger=not fitting, batch_size=1)  # in fit for callbacks alone
+        if fitting and (not checking or self.global_step == 0):
             self.write_figures(found)
         return trajectories
 
@@ -252,23 +262,39 @@ class PolicyModule(LightningModule):
         for logger in self.loggers:
             logger.log_metrics(figures, self.global_step)
 
+    def on_fit_start(self) -> None:
+        """Lift the limits of the run until Lightning has started it: it would not start a resumed
+        one that has made its last update, but may still have to be validated and exported."""
+        loop = self.trainer.fit_loop
+        self.limits = (loop.max_epochs, loop.max_steps)
+        loop.max_epochs = -1
+        loop.epoch_loop.max_steps = -1
+
+    def restore_limits(self) -> None:
+        if self.limits is not None:
+            loop = self.trainer.fit_loop
+            loop.max_epochs, loop.epoch_loop.max_steps = self.limits
+            self.limits = None
+
     def on_train_start(self) -> None:
-        """Log the validation that a resumed run's checkpoint came just before, or just after: the
-        loggers keep what was logged before the checkpoint's update."""
-        if self.validation_due:
-            for batch in self.trainer.val_dataloaders:
-                self.evaluate("val", batch)
-        elif self.validated[0] == self.global_step > 0:
+        if not self.validation_due or not sum(self.trainer.num_val_batches):
+            self.restore_limits()
+        # loggers drop what was logged at the checkpoint's number of updates, or after it
+        if self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
 
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.restore_limits()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.save()
         loop = self.trainer.fit_loop
-        due = not self.trainer.validating and loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        )
+        due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         checkpoint["topr"] = {
             "validated": self.validated,
-            "validation_due": bool(due and self.validated[0] < self.global_step),
+            "validation_due": due and self.validated[0] < self.global_step,
             "max_abs_log_ratio": self.max_abs_log_ratio,
         }
         # a sharded checkpoint is read back by the whole model
@@ -282,6 +308,18 @@ class PolicyModule(LightningModule):
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
+        if self.validation_due:
+            interrupt_validation(checkpoint["loops"]["fit_loop"])
+
+
+def interrupt_validation(loop: dict[str, Any]) -> None:
+    """Let a checkpoint written just before a validation look to Lightning as if written in it:
+    a resumed run would not make up for the validation otherwise."""
+    for counts in (loop["epoch_loop.batch_progress"][of] for of in ("total", "current")):
+        counts["completed"] = counts["processed"]
+    progress = loop["epoch_loop.val_loop.batch_progress"]
+    progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
 
 def check_trainer(trainer: Any) -> None:
