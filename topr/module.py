@@ -23,14 +23,12 @@ from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
 from topr.sampling.base import Sampler
-from topr.settings import plain
+from topr.settings import save_hyperparameters
 from topr.statistics import Rows, check_finite, check_start, columns_of, gather_columns, statistics
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
 
 MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-# by which Lightning makes a module from hyper-parameters that are class paths and arguments
-INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class PolicyModule(LightningModule):
@@ -75,10 +73,7 @@ class PolicyModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ):
         super().__init__()
-        self.save_hyperparameters(logger=False)
-        if "_instantiator" not in self.hparams:  # made in Python: objects become plain values
-            settings = {name: plain(value) for name, value in self.hparams.items()}
-            self.hparams.update(settings, _instantiator=INSTANTIATOR)
+        save_hyperparameters(self)
         check_output(loss)
         self.policy_name = policy
         self.task = task
@@ -206,7 +201,7 @@ class PolicyModule(LightningModule):
         """End the run before an update that would do harm; see `topr.statistics`."""
         data = getattr(self.trainer.train_dataloader, "data", None)
         check_finite(rows, norm, self.global_step + 1, data)
-        if self.global_step == 0:
+        if self.max_abs_log_ratio is None:
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
             check_start(rows, str(self.trainer.precision), data)
 
