@@ -238,7 +238,7 @@ class PolicyModule(LightningModule):
         from topr.evaluation.live import figures, sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(self, batch, trajectories))
+        found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
         if not self.trainer.sanity_checking and not self.trainer.training:
             # in fit for callbacks alone
