@@ -241,7 +241,7 @@ class PolicyModule(LightningModule):
         from topr.evaluation.live import figures, sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(self, batch, trajectories))
+        found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
             self.log_dict(found, logger=not fitting, batch_size=1)  # in fit for callbacks alone
