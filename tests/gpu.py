@@ -50,10 +50,10 @@ class Setting:
         """A random Llama in bfloat16, made on the device."""
         import torch
         from memory import SHAPES, config
+        from topr.reproduce.making import make_tokenizer
         from transformers import LlamaForCausalLM
 
         from topr.policy import Policy, export_policy
-        from topr.reproduce.making import make_tokenizer
 
         folder = self.folder / name
         if folder.exists():
@@ -139,7 +139,7 @@ def attention(setting: Setting) -> None:
         errors = [
             [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(x, exact)]
             for x in (ours, torchs)
-        ]  # noqa: B905
+        ]
         names = ("value", "d query", "d key", "d value")
         row = {
             f"error of {name}": f"{a:.1e} (torch {b:.1e})"
@@ -162,8 +162,8 @@ def train(
     import torch
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
-
     from topr.callbacks.monitor import estimate_training
+
     from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
     from topr.module import PolicyModule
