@@ -1,4 +1,4 @@
-"""TOPR against other losses on the same trajectories: claims 1 to 4, and all losses side by side."""
+"""TOPR against other losses on the same trajectories: claims 1 to 4, and 9."""
 
 import numpy as np
 import pandas as pd
@@ -102,7 +102,7 @@ def compared(study: Study, claim: int) -> tuple[Found, dict[str, Results]]:
 
 
 def curves(results: Results, metric: str) -> np.ndarray:
-    """A validation metric, a row for each seed; that of a training that diverged stays as it ends."""
+    """A validation metric, a row for each seed; after divergence its last value is repeated."""
     found = [result["metrics"][metric].dropna().tolist() for result in results]
     return pd.DataFrame(found).ffill(axis=1).to_numpy()
 

@@ -77,7 +77,7 @@ def reproduce(
     for number in numbers:
         print(f"{number}. {CRITERIA[number]['statement']}", flush=True)
         claim, figure = measured_claim(study, number)
-        draw(folder / f"claim_{number}.png", *by_series(figure))
+        draw(folder / f"claim_{number}.png", figure)
         report["claims"].append(claim)
         report["cpu_minutes"] = round(sum(study.commands.cpu_s.values()) / 60)
         write_text(folder / "claims.md", markdown(report))
@@ -103,7 +103,7 @@ def measured_claim(study: Study, number: int) -> tuple[dict[str, Any], Rows]:
     """What is reported of a claim, and the rows of its figure."""
     found = MEASURES[number](study)
     criteria = CRITERIA[number]
-    parts = {}
+    parts: dict[str, str] = {}
     for words in found.variants:
         words["samples"] = study.setting["samples"]
         parts |= check(criteria["parts"], found.measured | found.differences, words)
@@ -120,18 +120,6 @@ def measured_claim(study: Study, number: int) -> tuple[dict[str, Any], Rows]:
         "updates": found.updates,
     }
     return claim, found.figure or found.measured
-
-
-def by_series(labelled: Rows) -> tuple[dict[str, Rows], str]:
-    """Rows by series and place, and the name of the axis: `TOPR at rate 0.1` is TOPR at 0.1."""
-    axis = ""
-    series: dict[str, Rows] = {}
-    for label, row in labelled.items():
-        name, _, where = label.partition(" at ")
-        word, _, place = where.rpartition(" ")
-        axis = axis or word
-        series.setdefault(name.strip(","), {})[place] = row
-    return series, axis
 
 
 def markdown(report: dict[str, Any]) -> str:
