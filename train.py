@@ -203,7 +203,8 @@ class CLI(LightningCLI):
         """One sentence for an error of a run; an error of unknown cause is raised again."""
         if isinstance(error, InputError | MisconfigurationException):
             return first_line(error)
-        training = self.trainer.training
+        # Lightning has reset its own state
+        training = self.trainer.fit_loop.epoch_loop.total_batch_idx >= 0
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error
