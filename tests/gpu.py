@@ -7,7 +7,6 @@ Each part is a process of its own, so that one which fails leaves the others the
 """
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -165,6 +164,7 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     from topr.losses import TOPR
     from topr.module import PolicyModule
     from topr.optim import Adafactor
+    from topr.policy import LoRA
     from topr.tasks import Arithmetic
 
     large = name == "8B"
@@ -195,11 +195,13 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
         callbacks=[Speed(), measure],
     )
     optimizer: Any = Adafactor if large else torch.optim.AdamW
+    scarce = DEVICE.type == "cuda" and torch.cuda.get_device_properties(0).total_memory < 130e9
     module = PolicyModule(
         policy,
         Arithmetic(),
         TOPR(),
         partial(optimizer, lr=1e-6),
+        lora=LoRA() if large and scarce else None,
         compile=compiled,
         activation_checkpointing=large,
     )
@@ -215,48 +217,24 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
 
 
 def sample(folder: Path, small: bool) -> None:
-    """Sampling with the 1B model: ours in bf16-mixed, transformers' `generate` with weights in
-    bfloat16. A token ends a response with probability 1/64; at most 256 tokens."""
-    from transformers import AutoModelForCausalLM
-
+    """Sampling with the 1B model in bf16-mixed. A token ends a response with probability 1/64; at
+    most 256 tokens."""
     from topr.policy import load_policy
     from topr.sampling import LocalSampler, Sampling
 
-    name = make_policy(folder, "small" if small else "1B")
     with DEVICE:
-        policy = load_policy(name).eval()
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
-    vocabulary = model.config.vocab_size
-    ends = vocabulary // 64
-    for config in (policy.model.generation_config, model.generation_config):
-        config.eos_token_id = list(range(ends))
-    rows = 4 if small else 512
-    prompts = np.random.default_rng(0).integers(ends, vocabulary, (rows, 8 if small else 128))
-    how: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    how["max_new_tokens"] = 16 if small else 256
-
-    def ours() -> int:
-        sampler = LocalSampler(rows)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            groups = sampler.sample(policy, prompts.tolist(), 1, Sampling(**how), 0)
-        return sum(len(response.ids) for (response,) in groups)
-
-    def generate() -> int:
-        ids = torch.tensor(prompts, device=DEVICE)
-        mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, do_sample=True, pad_token_id=0, **how)
-        ended = (output[:, ids.shape[1] :] < ends).int().cummax(dim=1).values
-        return int((1 - ended).sum() + ended[:, -1].sum())
-
-    for engine in (ours, generate):
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        policy = load_policy(make_policy(folder, "small" if small else "1B")).eval()
+    ends = policy.model.config.vocab_size // 64
+    policy.model.generation_config.eos_token_id = list(range(ends))
+    how = Sampling(max_new_tokens=16 if small else 256)
+    for rows in (4, 8) if small else (64, 512):
+        prompts = np.random.default_rng(0).integers(ends, 64 * ends, (rows, 8 if small else 128))
         began = time.perf_counter()
-        with torch.no_grad():
-            tokens = engine()
+        with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
+            groups = LocalSampler(rows).sample(policy, prompts.tolist(), 4, how, 0)
+        tokens = sum(len(response.ids) for group in groups for response in group)
         speed = tokens / (time.perf_counter() - began)
-        record(engine=engine.__name__, rows=rows, tokens=tokens, tokens_per_s=speed)
+        record(rows=rows, responses=4 * len(groups), tokens=tokens, tokens_per_s=speed)
 
 
 PARTS = {

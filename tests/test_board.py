@@ -95,17 +95,6 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
         assert (event.step, event.value) == (3, pytest.approx(after[tag.removeprefix("test/")]))
 
 
-def test_a_run_with_a_loss_overlay_is_named_after_both(fit):
-    short = [*REINFORCE, "--config", "{data: {val: null, test: null}}"]
-    short += ["--trainer.max_steps=1", EVERY_STEP]
-    runs = fit(*short)
-    fit(*short, "--trainer.logger.init_args.name=mine")  # but for a name of its own
-    config = runs / "arithmetic-reinforce" / "version_0" / "config.yaml"
-    fit("--config", config, "--ckpt_path=last")
-    found = {str(path.relative_to(runs)) for path in runs.glob("*/*")}
-    assert found == {"arithmetic-reinforce/version_0", "mine/version_0"}
-
-
 def test_other_loggers_get_hyperparameters_and_figures(fit):
     loggers = []
     for name in ("CSVLogger", "TensorBoardLogger"):

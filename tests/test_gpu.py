@@ -20,6 +20,6 @@ def test_every_part_runs_without_a_gpu():
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["part"] for row in rows if "part" in row] == list(gpu.PARTS)
     assert {row["updates"] for row in rows if "model" in row} == {6}
-    assert [row["engine"] for row in rows if "engine" in row] == ["ours", "generate"]
+    assert [row["responses"] for row in rows if "responses" in row] == [16, 32]
     done = subprocess.run(command[:2], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "no GPU; --small" in done.stderr

@@ -79,4 +79,4 @@ def test_log_mu_must_be_that_of_the_policy_which_the_file_names(run, policy):
     for trajectory in trajectories:
         trajectory.ref_logprobs = [value - 0.05 for value in trajectory.ref_logprobs]
     write(half, policy, trajectories, precision="bf16-mixed")
-    rejected(run, "the median |log pi - log mu| per token is 0.05", *fit_arguments(policy, half))
+    rejected(run, "the median |log pi - log mu| per token", *fit_arguments(policy, half))

@@ -10,11 +10,11 @@ import conftest
 import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, write
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_logprobs import make_policy_of
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ from topr.datamodule import TrajectoryDataModule, Updates
 from topr.io import DivergedError
 from topr.losses import TOPR
 from topr.module import PolicyModule
-from topr.policy import Policy, export_policy
+from topr.policy import export_policy
 from topr.tasks import Arithmetic
 
 LIMITS = {  # Table 1
@@ -33,26 +33,6 @@ LIMITS = {  # Table 1
     "positives_only": (1, 1, 0, 0),
     "is": (0, math.inf, 0, math.inf),
     "tis": (0, 1, 0, 1),
-}
-FAMILIES = {  # with windows shorter than the sequences
-    "Llama": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": 5},
-    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "Phi3": {"sliding_window": 6},
-}
-SMALL = {
-    "vocab_size": len(SYMBOLS),
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
 }
 SGD = ["--model.optimizer=torch.optim.SGD", "--model.gradient_clip_val=null"]
 EVERY_STEP = [
@@ -252,13 +232,12 @@ def test_dpo_learns_from_pairs_of_a_group(run, microbatch_tokens):
     assert_ascent(policy, folder, [batch], [8], dpo_objective)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Gemma2", "Phi3"])
 def test_families_of_models_follow_the_equation_while_they_share_prompts(run, family):
     base = run.folder / "base"
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    export_policy(Policy(model, make_tokenizer(), str(base)), base)
+    policy = make_policy_of(family, vocab_size=len(SYMBOLS), eos_token_id=1)
+    policy.tokenizer = make_tokenizer()
+    export_policy(policy, base)
     trajectories = make_trajectories(base, shift=1.0, turns=True)
     data = write(run.folder / "train.parquet", base, trajectories, policy="another")
     more = [*SGD, "--model.optimizer.init_args.lr=8", "--data.microbatch_tokens=150"]
@@ -296,28 +275,23 @@ class FiveRanks(TrajectoryDataModule):
         return DataLoader(updates, batch_size=None)
 
 
-def plain_fit(policy, data, kind=TrajectoryDataModule, **settings) -> PolicyModule:
-    """The module after an epoch of a plain trainer."""
-    loss = settings.pop("loss", TOPR())
-    module = PolicyModule(str(policy), Arithmetic(), loss, lambda p: torch.optim.SGD(p, lr=1.0))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, kind(str(policy), Arithmetic(), train=str(data), **settings))
-    return module
+def plain_module(policy: Path, loss=TOPR()) -> PolicyModule:
+    return PolicyModule(str(policy), Arithmetic(), loss, lambda p: torch.optim.SGD(p, lr=1.0))
+
+
+def plain_fit(module: PolicyModule, data: Path, kind=TrajectoryDataModule, **settings) -> None:
+    """An epoch of a plain trainer."""
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(module, kind(module.policy_name, Arithmetic(), train=str(data), **settings))
 
 
 @pytest.mark.parametrize("batching", ["trajectories", "pairs"])
 def test_what_ranks_compute_to_fill_up_changes_nothing(shifted, batching):
     policy, data, _ = shifted
     settings = {"batch_size": 4, "microbatch_tokens": 200, "batching": batching}
-    one = plain_fit(policy, data, **settings)
-    five = plain_fit(policy, data, FiveRanks, **settings)
+    one, five = plain_module(policy), plain_module(policy)
+    plain_fit(one, data, **settings)
+    plain_fit(five, data, FiveRanks, **settings)
     fillers = 0
     for update in five.trainer.train_dataloader:
         fillers += sum(float((part.real_B == 0).sum()) for part in update.micro_batches)
@@ -326,49 +300,27 @@ def test_what_ranks_compute_to_fill_up_changes_nothing(shifted, batching):
 
 
 class Infinite(TOPR):
-    """Infinite for an advantage of 0.5."""
+    """Infinite for an advantage of 0.5; of a gradient that overflows for one of 0.25."""
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B):
         output = super().__call__(log_probs_N, ref_log_probs_N, length_B, advantage_B)
-        return output._replace(loss_B=output.loss_B / (advantage_B != 0.5))
+        steep_B = output.loss_B * 1e38 * 10
+        loss_B = torch.where(advantage_B == 0.25, steep_B - steep_B.detach(), output.loss_B)
+        return output._replace(loss_B=loss_B / (advantage_B != 0.5))
 
 
-def test_an_infinite_loss_ends_the_run_before_the_update_and_names_the_row(run, tmp_path, policy):
+@pytest.mark.parametrize(("reward", "what"), [(0.5, "loss"), (0.25, "gradient")])
+def test_infinity_ends_the_run_before_the_update_and_names_the_row(tmp_path, policy, reward, what):
     trajectories = make_trajectories(policy)
-    trajectories[5].reward = 0.5
+    trajectories[5].reward = reward
     data = write(tmp_path / "train.parquet", policy, trajectories)
-    arguments = fit_arguments(policy, data, "--model.loss=test_update.Infinite")
-    more = ["--data.batch_size=3", *EVERY_STEP, "--trainer.callbacks+=conftest.Recorder"]
-    conftest.Recorder.clear()
-    code, _, err = run(train.main, *arguments, *more)
-    done = len(conftest.Recorder.rows)
-    assert code == 2 and 0 < done < 7
-    assert f"update {done + 1}: the loss is NaN or infinite for 1 of its 3 trajectories" in err
-    assert f"(first row 5 of {data})" in err
-    (checkpoint,) = (run.folder / "runs").rglob("*.ckpt")
-    state = torch.load(checkpoint, weights_only=True)
-    assert state["global_step"] == done
-    assert all(weight.isfinite().all() for weight in state["state_dict"].values())
-    fit(run, policy, data)  # with a finite loss
-
-
-def test_a_gradient_that_overflows_is_not_applied(policy, tmp_path, monkeypatch):
-    """Though the loss of every trajectory is finite."""
-    data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
-    kept = []
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_, **__: kept.append("an update"))
-
-    class Steep(TOPR):
-        def __call__(self, log_probs_N, *given):
-            return super().__call__(
-                log_probs_N + (log_probs_N - log_probs_N.detach()) * 1e38, *given
-            )
-
-    with pytest.raises(DivergedError, match="update 1: the gradient.* is NaN or infinite"):
-        plain_fit(policy, data, loss=Steep())
-    assert kept == []
-    plain_fit(policy, data)
-    assert kept == ["an update"]
+    before = plain_module(policy, Infinite())
+    message = f"update 1: the {what} is NaN or infinite for 1 of its 23 .*first row 5 of {data}"
+    with pytest.raises(DivergedError, match=message):
+        plain_fit(before, data)
+    stored = load_file(policy / "model.safetensors")
+    assert all(torch.equal(w, stored[name]) for name, w in before.policy.model.named_parameters())
+    plain_fit(plain_module(policy, TOPR()), data)
 
 
 @pytest.mark.slow
