@@ -44,7 +44,7 @@ def test_groups_are_whole_and_batches_full():
     groups = [set(GROUP[batch]) for batch in batches]
     assert sum(map(len, groups)) == 40
     for batch, following in pairwise(batches):  # the next group did not fit
-        assert len(batch) + np.sum(GROUP == GROUP[following[0]]) > 16
+        assert len(batch) + np.sum(GROUP[following[0]] == GROUP) > 16
 
 
 def test_pairs_are_disjoint_within_groups_and_as_many_as_can_be():
@@ -57,7 +57,7 @@ def test_pairs_are_disjoint_within_groups_and_as_many_as_can_be():
     assert POSITIVE[positives].all() and not POSITIVE[negatives].any()
     most = 0
     for group in range(40):
-        signs = POSITIVE[GROUP == group]
+        signs = POSITIVE[group == GROUP]
         most += min(signs.sum(), (~signs).sum())
     assert len(positives) == most
 
