@@ -55,9 +55,9 @@ class ExportPolicy(Callback):
             rank_zero_info("\n" + table(measured))
             log_after(trainer, after)
         weights = full_state_dict(pl_module.policy)  # of all ranks
+        folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        folder = Path(trainer.log_dir or ".")
         if pl_module.lora is None:
             export_policy(pl_module.policy, folder / "policy", weights)
         else:
