@@ -81,7 +81,7 @@ class Evaluation:
             responses = self.responses(name, job)
             weights = self.weights(name, job.task, responses)
             values = per_problem(responses, self.k, weights) | lenient(job, responses)
-            row = {"problems": len(job.problems), "samples": job.samples}
+            row: dict[str, Any] = {"problems": len(job.problems), "samples": job.samples}
             row |= summarise(values, self.seed)
             first = of_first.setdefault(name, values)
             if policy != self.policy[0]:

@@ -108,7 +108,9 @@ class Driver:
             rows.append({"policy": policy} | compare(tests, self.seed))
             if number < self.iterations:
                 seed = 1000 * self.seed + number
-                self.predict(policy, folder / "samples", seed, data["problems"], self.pool)
+                self.predict(
+                    policy, folder / "samples", seed, data["problems"], self.pool or data["samples"]
+                )
                 rows[-1]["curation"] = select(folder, replace(self.curation, seed=seed), number)
                 policy = str(self.fit(policy, folder, seed) / "policy")
             labelled = {f"iteration {place}": row for place, row in enumerate(rows)}
@@ -118,7 +120,6 @@ class Driver:
     def prepare(self, config: dict[str, Any]) -> Path:
         """Set what depends on the configuration; the folder to write, free for this command."""
         samples = config["data"]["samples"]
-        self.pool = self.pool or samples
         if self.curate != "share":
             self.budget = self.budget or samples
         self.curation = Curation(self.curate, self.budget, self.share, self.total)
@@ -126,7 +127,7 @@ class Driver:
         out = self.out or Path(logger["save_dir"], f"{logger['name']}-iterated")
         check_folder("--out", out)
         lock(out)
-        check_same(out, config, asdict(self.curation), self.seed, self.pool)
+        check_same(out, config, asdict(self.curation), self.seed, self.pool or samples)
         return out
 
     def load_config(self) -> dict[str, Any]:

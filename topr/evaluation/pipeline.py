@@ -146,9 +146,9 @@ class SamplingJob:
                 self.check_same(path)
         missing: list[tuple[Path | None, list[Problem]]] = []
         for start in range(0, len(self.problems), PART):
-            path = folder and folder / f"part-{start // PART:05d}.parquet"
-            if path is None or not path.exists():
-                missing.append((path, self.problems[start : start + PART]))
+            part = folder and folder / f"part-{start // PART:05d}.parquet"
+            if part is None or not part.exists():
+                missing.append((part, self.problems[start : start + PART]))
         return missing
 
     def check_same(self, path: Path) -> None:

@@ -45,14 +45,15 @@ class Curation:
         from topr.advantages import place_in_group
 
         rng = np.random.default_rng(self.seed)
+        budget = self.budget or 0
         correct = np.flatnonzero(reward > 0)
         incorrect = np.flatnonzero(reward <= 0)
         if self.way == "uniform":
             rows = rng.permutation(len(group))
-            kept = rows[place_in_group(group[rows]) < self.budget]
+            kept = rows[place_in_group(group[rows]) < budget]
         elif self.way == "anna_karenina":
             first = correct[place_in_group(group[correct]) == 0]
-            room = self.budget - np.isin(group[incorrect], group[first])  # of each one's group
+            room = budget - np.isin(group[incorrect], group[first])  # of each one's group
             kept = np.r_[first, incorrect[place_in_group(group[incorrect]) < room]]
         else:
             positives, negatives = self._counts(len(correct), len(incorrect))

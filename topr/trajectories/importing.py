@@ -64,7 +64,8 @@ def import_files(
     """
     import torch
 
-    from topr.policy import load_policy, own_device, provenance, vocabulary_and_context
+    from topr.identity import provenance
+    from topr.policy import load_policy, own_device, vocabulary_and_context
     from topr.policy.model import empty_policy
     from topr.trajectories.scoring import add_log_probs
 
