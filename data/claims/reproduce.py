@@ -15,24 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from jsonargparse.typing import PositiveInt, restricted_number_type
 
 from data.claims.commands import ROOT
-from data.claims.composition import effective_share, iterations, loose_clipping
-from data.claims.losses import all_losses, clipping, collapse, comparison, positives_only
-from data.claims.study import CRITERIA, SETTINGS, Rows, Study, best, check, verdict
-from data.claims.verifier import verifier
+from data.claims.criteria import CLAIMS
+from data.claims.experiments import SETTINGS
+from data.claims.measures import measured
+from data.claims.study import Study, best
 from topr.evaluation.report import draw, table
 from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
 
-MEASURES = {
-    1: collapse,
-    2: clipping,
-    3: comparison,
-    4: positives_only,
-    5: effective_share,
-    6: loose_clipping,
-    7: iterations,
-    8: verifier,
-    9: all_losses,
-}
+Rows = dict[str, dict[str, Any]]  # of a table
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
@@ -75,8 +65,8 @@ def reproduce(
         "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty"),
     }
     for number in numbers:
-        print(f"{number}. {CRITERIA[number]['statement']}", flush=True)
-        claim, figure = measured_claim(study, number)
+        print(f"{number}. {CLAIMS[number]['statement']}", flush=True)
+        claim, figure = measured(study, number)
         draw(folder / f"claim_{number}.png", *by_series(figure))
         report["claims"].append(claim)
         report["cpu_minutes"] = round(sum(study.commands.cpu_s.values()) / 60)
@@ -90,36 +80,12 @@ def chosen_claims(claims: str | None, default: list[int]) -> list[int]:
     """The numbers of the claims to measure."""
     if claims is None:
         return default
-    known = {str(number): number for number in [*default, 9]}
-    numbers = set()
-    for text in claims.split(","):
+    known = [*map(str, default), "9"]
+    numbers = claims.split(",")
+    for text in numbers:
         if text not in known:
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
-        numbers.add(known[text])
-    return sorted(numbers)
-
-
-def measured_claim(study: Study, number: int) -> tuple[dict[str, Any], Rows]:
-    """What is reported of a claim, and the rows of its figure."""
-    found = MEASURES[number](study)
-    criteria = CRITERIA[number]
-    parts: dict[str, str] = {}
-    for words in found.variants:
-        words["samples"] = study.setting["samples"]
-        parts |= check(criteria["parts"], found.measured | found.differences, words)
-    claim = {
-        "claim": number,
-        "statement": criteria["statement"],
-        "paper": criteria["paper"],
-        "seeds": study.seeds,
-        "holds": verdict(parts),
-        "measured": found.measured,
-        "differences": found.differences,
-        "parts": parts,
-        "tuning": found.tuning,
-        "updates": found.updates,
-    }
-    return claim, found.figure or found.measured
+    return sorted(map(int, numbers))
 
 
 def by_series(labelled: Rows) -> tuple[dict[str, Rows], str]:
