@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
 
+ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {  # hidden, layers, vocabulary, intermediate, heads, key and value heads, tied embeddings
     "1B": (2048, 16, 128256, 8192, 32, 8, True),  # Llama 3.2 1B
@@ -68,10 +68,7 @@ def make_policy(folder: Path, name: str) -> str:
 def tests(folder: Path, small: bool) -> None:
     """The tests that are marked `gpu`; without one they are skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "--timeout", "120"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    record(tests=done.stdout.splitlines()[-1])
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:])
+    raise SystemExit(subprocess.call(command, cwd=ROOT))
 
 
 def attention(folder: Path, small: bool) -> None:
@@ -96,7 +93,7 @@ def attention(folder: Path, small: bool) -> None:
         seen[start:end, start:end] = causal[start:end, start:end]
     position = tokens.position_ids_L
     distance = position[:, None] - position
-    for heads, groups, window in ((32, 8, None), (32, 8, 8 * scale), (8, 1, None)):
+    for heads, groups, window in ((32, 8, None), (8, 1, 8 * scale)):
         mask = (seen if window is None else seen & (distance < window)).to(DEVICE)
         torch.manual_seed(0)
         query = torch.randn(1, heads, length, width, device=DEVICE)
@@ -153,13 +150,12 @@ def make_trajectories(path: Path, count: int, length: int, vocabulary: int) -> N
 
 
 def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -> None:
-    """Training in bf16-mixed: the median of all updates but the first two, and the estimate of
-    memory beside the measured peak."""
+    """Training in bf16-mixed: the median of all updates but the first two. The estimate of memory
+    is printed before."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from topr.callbacks import Speed
-    from topr.callbacks.speed import estimate_training
     from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
     from topr.module import PolicyModule
@@ -171,16 +167,12 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     policy = make_policy(folder, "small" if small else name)
     data = folder / f"{os.getpid()}.parquet"
     make_trajectories(data, 16 * 6, 4 if small else 200, 500 if small else 128000)
-    measured: list[dict[str, float]] = []
+    measured = []
 
     class Measure(Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.estimate = estimate_training(trainer, pl_module).peak / 1e9
-
         def on_train_batch_end(self, trainer, *_):
             measured.append({key: float(x) for key, x in trainer.callback_metrics.items()})
 
-    measure = Measure()
     sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1}
     trainer = Trainer(
         devices=1,
@@ -192,7 +184,7 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Speed(), measure],
+        callbacks=[Speed(), Measure()],
     )
     optimizer: Any = Adafactor if large else torch.optim.AdamW
     scarce = DEVICE.type == "cuda" and torch.cuda.get_device_properties(0).total_memory < 130e9
@@ -209,11 +201,10 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     settings = {"batch_size": 16, "whole_groups": True, "microbatch_tokens": tokens}
     task = Arithmetic()
     trainer.fit(module, TrajectoryDataModule(policy, task, train=str(data), **settings))
-    row: dict[str, Any] = {"model": name, "updates": len(measured)}
-    for key in ("speed/tokens_per_s", "speed/utilisation", "speed/peak_memory_gb"):
-        values = [update[key] for update in measured[2:] if key in update]
-        row[key] = float(np.median(values)) if values else None
-    record(**row, estimated_gb=measure.estimate)
+    figures = {}
+    for key in ("tokens_per_s", "utilisation", "peak_memory_gb"):
+        figures[key] = np.median([update.get(f"speed/{key}", np.nan) for update in measured[2:]])
+    record(model=name, updates=len(measured), **figures)
 
 
 def sample(folder: Path, small: bool) -> None:
@@ -261,16 +252,15 @@ def main() -> None:
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     record(device=name, torch=torch.__version__)
     failed = []
+    options = ["--small"] if args.small else []
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts or PARTS:
             record(part=part)
-            command = [sys.executable, __file__, part, "--folder", folder]
-            try:
-                subprocess.run(command + ["--small"] * args.small, check=True, timeout=SECONDS)
-            except subprocess.SubprocessError as error:
-                failed.append(str(error))
+            command = ["timeout", str(SECONDS), sys.executable, __file__, part, *options]
+            if subprocess.run([*command, "--folder", folder]).returncode:
+                failed.append(part)
     if failed:
-        raise SystemExit("\n".join(failed))
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import pickle
 import shutil
 from copy import deepcopy
@@ -61,10 +60,6 @@ def set_weights(edit):
     return change
 
 
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 1000)
-
-
 class Bomb:
     """Unpickling it fails the test."""
 
@@ -81,12 +76,6 @@ def keep_only_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    index = {"metadata": {}, "weight_map": {LAYER: "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def bring_code(folder: Path, model_type: str = "llama") -> None:
     (folder / "evil.py").write_text("import pytest\npytest.fail('code of a model was run')\n")
     calls = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -94,12 +83,10 @@ def bring_code(folder: Path, model_type: str = "llama") -> None:
 
 
 BROKEN = {
-    "no config": (remove("config.json"), "config.json is missing"),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no JSON": (overwrite("config.json", b"<html>"), "config.json cannot be read as JSON"),
     "a pickle for weights": (keep_only_a_pickle, "*.safetensors is missing"),
-    "truncated weights": (truncate, "cannot be loaded"),
-    "a missing shard": (lose_a_shard, "cannot be loaded"),
+    "damaged weights": (overwrite("model.safetensors", b"\0" * 99), "cannot be loaded"),
     "a missing tensor": (set_weights(lambda w: w.pop(LAYER)), f"lacks the weights {LAYER}"),
     "NaN": (set_weights(lambda w: w[LAYER].fill_(torch.nan)), "hold NaN or infinity"),
     "quantised": (

@@ -13,39 +13,36 @@ COLUMNS = ["reward", "advantage", "length", "loss", "objective", "log_ratio", "w
 COLUMNS += ["truncated", "gradient", "group"]
 
 
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
 def by_hand(rows: list[dict]) -> dict[str, float]:
     """The glossary of callbacks/README.md, row by row."""
-    count = len(rows)
-    found = {}
-    for name in ("loss", "objective", "reward"):
-        found[f"train/{name}"] = sum(row[name] for row in rows) / count
-    signs = {"positives": [], "negatives": []}
-    for row in rows:
-        signs["positives" if row["advantage"] >= 0 else "negatives"].append(row)
-    positives = signs["positives"]
+    positives = [row for row in rows if row["advantage"] >= 0]
+    negatives = [row for row in rows if row["advantage"] < 0]
     total = sum(abs(row["advantage"]) for row in rows)
-    with_signal = {row["group"] for row in rows if row["advantage"] != 0}
-    weights = [row["weight"] for row in rows]
-    small = [row["weight"] < 0.01 for row in signs["negatives"]]
     gradient = sum(row["gradient"] for row in rows)
-    found |= {
-        "train/positive_share": len(positives) / count,
+    weights = [row["weight"] for row in rows]
+    with_signal = {row["group"] for row in rows if row["advantage"] != 0}
+    found = {
+        "train/positive_share": len(positives) / len(rows),
         "train/effective_positive_share": sum(row["advantage"] for row in positives) / total,
         "train/groups_without_signal": len({row["group"] for row in rows} - with_signal),
-        "weight/effective_sample_size": sum(weights) ** 2 / count / sum(w * w for w in weights),
-        "weight/negatives_below_0.01": sum(small) / len(small) if small else math.nan,
+        "weight/effective_sample_size": mean(weights) ** 2 / mean([w * w for w in weights]),
+        "weight/negatives_below_0.01": mean([row["weight"] < 0.01 for row in negatives]),
         "gradient/positive_share": sum(row["gradient"] for row in positives) / gradient,
     }
-    for sign, chosen in signs.items():
-        drift = [row["log_ratio"] / row["length"] for row in chosen]
+    for name in ("loss", "objective", "reward"):
+        found[f"train/{name}"] = mean([row[name] for row in rows])
+    for sign, chosen in (("positives", positives), ("negatives", negatives)):
         ratios = [row["log_ratio"] for row in chosen]
-        truncated = [row["truncated"] for row in chosen]
         found |= {
-            f"log_ratio/{sign}_mean": sum(ratios) / len(chosen) if chosen else math.nan,
+            f"log_ratio/{sign}_mean": mean(ratios),
             f"log_ratio/{sign}_min": min(ratios, default=math.nan),
             f"log_ratio/{sign}_max": max(ratios, default=math.nan),
-            f"drift/{sign}": sum(drift) / len(chosen) if chosen else math.nan,
-            f"weight/{sign}_truncated": sum(truncated) / len(chosen) if chosen else math.nan,
+            f"drift/{sign}": mean([row["log_ratio"] / row["length"] for row in chosen]),
+            f"weight/{sign}_truncated": mean([row["truncated"] for row in chosen]),
         }
     return found
 
