@@ -1,7 +1,6 @@
 """Runs that end before they should: killed, asked to stop, without memory or disk, with NaNs."""
 
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -13,13 +12,10 @@ import torch
 from conftest import ROOT, make_policy, make_trajectories, write
 from torture import Command, assert_same_run, check_fit, curves
 
-import evaluate
 import train
 from topr.checkpoints import AtomicCheckpointIO, updates
 from topr.io import InputError
-from topr.losses import TOPR
 from topr.sampling import LocalSampler
-from topr.trajectories import read_trajectories
 
 CHECKPOINT = "--trainer.callbacks.init_args"
 TWO_EPOCHS = "--trainer.max_epochs=2"
@@ -81,12 +77,10 @@ SCHEDULE = [
     "--model.lr_scheduler.num_warmup_steps=2",
     "--model.lr_scheduler.num_training_steps=6",
 ]
-# sampling 1 to 9: sanity check, test before, three validations in either epoch, test after
+# sampling 1 to 6: sanity check, test before, three validations in the epoch, test after
 MOMENTS = {
     "update": ([], [("update", 4, STOP)]),
-    "first validation": ([], [("sampling", 1, STOP)]),
     "before": ([], [("sampling", 2, STOP)]),
-    "validation": ([], [("sampling", 4, STOP)]),
     "validation twice": ([], [("sampling", 4, STOP), ("sampling", 1, KILL)]),
     "behind a checkpoint": ([], [("sampling", 4, KILL)]),
     "test after": ([], [("sampling", 6, STOP)]),
@@ -114,21 +108,11 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(files, whole, tmp_path, m
     more, interruptions = MOMENTS[moment]
     command = Command(tmp_path / "run", *arguments(files, *more))
     for phase, entry, number in interruptions:
-        expected = 128 + number if number == STOP else -number
+        expected = 143 if number == STOP else -KILL
         assert command.run(phase, entry, kill=number) == expected, command.log
     assert command.run() == 0, command.log
     assert "Traceback" not in command.log
     check_fit(command, whole(*more))
-
-
-def test_sigterm_leaves_a_checkpoint_until_the_run_is_complete(files, tmp_path):
-    command = Command(tmp_path / "run", *arguments(files))
-    assert command.run("update", 3, kill=STOP) == 143
-    assert "ended by a signal after update 3" in command.log
-    assert updates(version(command) / "checkpoints" / "preempted.ckpt") == 3
-    assert command.run() == 0
-    (left,) = (version(command) / "checkpoints").iterdir()
-    assert updates(left) == 6
 
 
 @pytest.mark.slow
@@ -214,26 +198,6 @@ def test_the_newest_complete_checkpoint_is_found(files, whole, tmp_path):
     assert_same_run(version(command), version(whole()))
 
 
-def test_a_run_killed_before_it_wrote_its_config_starts_over_in_its_folder(files, run):
-    folder = run.folder / "runs" / "arithmetic" / "version_0"
-    folder.mkdir(parents=True)
-    (folder / "events.out.tfevents.1.host.1.0").write_bytes(b"")
-    code, out, err = run(train.main, *arguments(files, "--trainer.max_steps=1"))
-    assert code == 0, err
-    assert "starting afresh" in out
-    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
-
-
-def test_another_run_does_not_resume(files, run):
-    assert run(train.main, *arguments(files, "--trainer.max_steps=2"))[0] == 0
-    code, _, err = run(train.main, *arguments(files, *SCHEDULE))
-    assert code == 2
-    assert "is a run with another model.optimizer" in err
-    code, _, err = run(train.main, *arguments(files, "--ckpt_path=nothing.ckpt"))
-    assert code == 2
-    assert "nothing.ckpt is incomplete or not a checkpoint" in err
-
-
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -282,44 +246,6 @@ def test_a_full_disk_ends_a_run_that_can_be_resumed(files, whole, tmp_path, smal
     check_fit(command, whole())
 
 
-def test_a_full_disk_under_the_cache_is_explained(files, run, monkeypatch, small_disk):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", run.folder / "cache")
-    small_disk(3000)
-    code, _, err = run(train.main, *arguments(files))
-    assert code == 2
-    assert "the cache of data.train cannot be written (" in err.splitlines()[-1]
-    assert not (run.folder / "runs" / "arithmetic").exists()
-
-
-class Poisoned(TOPR):
-    """TOPR whose loss of negatives is NaN from the third update on."""
-
-    calls = 0
-
-    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B):
-        output = super().__call__(log_probs_N, ref_log_probs_N, length_B, advantage_B)
-        Poisoned.calls += 1
-        if Poisoned.calls < 6:
-            return output
-        poison = torch.where(advantage_B < 0, float("nan"), 1.0)
-        return output._replace(loss_B=output.loss_B * poison)
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_trajectories(files, run):
-    Poisoned.calls = 0
-    code, _, err = run(train.main, *arguments(files, "--model.loss=test_resume.Poisoned"))
-    error = err.splitlines()[-1]
-    assert code == 2, err
-    assert error.startswith("error: update ")
-    assert "the loss is NaN or infinite for" in error
-    rows = re.findall(rf"row (\d+) of {files}/train.parquet", error)
-    trajectories = read_trajectories(files / "train.parquet")
-    assert rows
-    assert all(trajectories[int(row)].reward < 0 for row in rows)
-    (kept,) = run.folder.glob("runs/arithmetic/version_0/checkpoints/*")
-    assert updates(kept) == 2
-
-
 def exhausted(*_):
     torch.empty(2**50)
 
@@ -336,19 +262,10 @@ def test_running_out_of_memory_in_an_update_names_the_key_to_lower(files, run, m
     assert not (run.folder / "runs" / "arithmetic").exists()
 
 
-@pytest.mark.parametrize("where", ["fit", "evaluate"])
-def test_running_out_of_memory_in_sampling_names_the_key_to_lower(files, run, monkeypatch, where):
+def test_running_out_of_memory_in_sampling_names_the_key_to_lower(files, run, monkeypatch):
     monkeypatch.setattr(LocalSampler, "sample", exhausted)
-    if where == "fit":
-        code, _, err = run(train.main, *arguments(files))
-        key = "model.sampler.init_args.rows"
-    else:
-        benchmark = f"arithmetic={files / 'problems.jsonl'}"
-        given = ["--policy", files / "base", "--benchmark", benchmark, "--out", "results"]
-        code, _, err = run(evaluate.main, *given, "--samples", 2)
-        key = "--rows"
+    code, _, err = run(train.main, *arguments(files))
     error = err.splitlines()[-1]
     assert code == 2
     assert "out of memory in " in error
-    assert f"lower {key}" in error
-    assert not (run.folder / "runs" / "arithmetic").exists()
+    assert "lower model.sampler.init_args.rows" in error
