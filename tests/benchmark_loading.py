@@ -75,7 +75,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SHAPE))
         model.to(torch.bfloat16).save_pretrained(folder)
-        launch = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         subprocess.run([sys.executable, *launch, __file__, folder], check=True)
 
 

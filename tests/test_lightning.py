@@ -1,15 +1,20 @@
 """What users of Lightning take for granted, with a plain `lightning.Trainer` and a tiny policy."""
 
+import csv
+import json
 from functools import partial
+from pathlib import Path
 
 import lightning
 import numpy as np
 import pytest
 import torch
+import wandb
 import yaml
-from conftest import ROOT, Recorder, listing, make_policy, make_trajectories, write
+from conftest import ROOT, Recorder, listing, make_policy, make_trajectories, rejected, write
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from topr.advantages import GroupMean
@@ -356,6 +361,95 @@ def test_a_setting_with_another_place_here_is_named(
     arguments = [f"--model.policy={files / 'base'}", f"--data.train={files / 'train.parquet'}"]
     arguments += [f"--trainer.{name}={value}" for name, value in settings.items()]
     config = ROOT / "configs" / "arithmetic.yaml"
-    from conftest import rejected
 
     rejected(run, words, "fit", "--config", config, *arguments)
+
+
+TENSORBOARD = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs"}}
+CSV = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs"}}
+WANDB = {"class_path": "WandbLogger", "init_args": {"offline": True}}
+LOGGERS = {
+    "TensorBoard": TENSORBOARD,
+    "CSV": CSV,
+    "W&B": WANDB,
+    "two": [CSV, TENSORBOARD],
+    "W&B first": [WANDB, CSV],
+    "none": False,
+}
+
+
+@pytest.fixture
+def fit(run, files, monkeypatch):
+    """`train.py fit`, with validations, of a run that its config file names `mine`."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = run.folder / "mine.yaml"
+    text = (ROOT / "configs" / "arithmetic.yaml").read_text()
+    config.write_text(text.replace("name: arithmetic, ", ""))
+    arguments = [f"--model.policy={files / 'base'}", f"--data.train={files / 'train.parquet'}"]
+    arguments += [f"--data.{split}={files / 'problems.jsonl'}" for split in ("val", "test")]
+    arguments += ["--data.samples=2", "--data.sampling.max_new_tokens=6", "--data.batch_size=4"]
+    arguments += ["--trainer.callbacks.init_args.every_n_train_steps=2"]
+
+    def fit(*more) -> str:
+        code, out, err = run(train.main, "fit", "--config", config, *arguments, *more)
+        wandb.finish()  # as at the end of a process
+        assert code == 0, err
+        return out + err
+
+    fit.folder = run.folder
+    return fit
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """metrics.csv without measured speed."""
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{name: row[name] for name in row if not name.startswith("speed")} for row in rows]
+
+
+def curves(folder: Path) -> dict[str, list[str]]:
+    """What TensorBoard shows of a run, without measured speed."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    names = [name for name in events.Tags()["scalars"] if not name.startswith("speed")]
+    return {
+        name: [f"{event.step} {event.value}" for event in events.Scalars(name)] for name in names
+    }
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_run_has_one_folder_and_resumes_exactly_whatever_its_logger(fit, logger):
+    chosen = f"--trainer.logger={json.dumps(LOGGERS[logger])}"
+    whole, folder = (fit.folder / "runs" / "mine" / f"version_{number}" for number in (0, 1))
+    fit(chosen)
+    fit(chosen, "--trainer.max_steps=5")  # its last checkpoint is that of update 4
+    (folder / "summary.json").unlink()
+    assert "resuming" in fit(chosen, "--ckpt_path=last")
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["version_0", "version_1"]
+    for name in ("summary.json", "config.yaml", "policy/model.safetensors", "checkpoints"):
+        assert (folder / name).exists() and (whole / name).exists()
+    weights, others = (load_file(path / "policy" / "model.safetensors") for path in (whole, folder))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, folder)]
+    assert summaries[0] | {"tokens_per_s": 0} == summaries[1] | {"tokens_per_s": 0}
+    if "CSV" in str(LOGGERS[logger]):
+        assert rows_of(folder) == rows_of(whole)
+        assert [row["step"] for row in rows_of(folder) if row["train/loss"]] == list("01234567")
+    if "TensorBoard" in str(LOGGERS[logger]):
+        assert curves(folder) == curves(whole)
+    if "Wandb" in str(LOGGERS[logger]):
+        ids = [
+            {path.name.split("-")[-1] for path in run.glob("wandb/*run-*")}
+            for run in (whole, folder)
+        ]
+        assert len(ids[0]) == len(ids[1]) == 1 and ids[0] != ids[1]
+
+
+def test_a_run_is_named_by_its_logger_its_overlay_or_its_config(fit):
+    overlay = ["--config", ROOT / "configs" / "loss" / "reinforce.yaml"]
+    stop = ["--trainer.max_steps=1", "--data.test=null"]
+    fit(*stop)
+    fit(*overlay, *stop)
+    fit(*overlay, *stop, "--trainer.logger.init_args.name=other")
+    fit(*stop, "--trainer.logger=false", "--trainer.default_root_dir=elsewhere")
+    found = {str(path.parent.relative_to(fit.folder)) for path in fit.folder.glob("*/*/version_0")}
+    assert found == {"runs/mine", "runs/mine-reinforce", "runs/other", "elsewhere/mine"}

@@ -224,7 +224,7 @@ class TrajectoryDataModule(LightningDataModule):
         microbatch_tokens: PositiveInt = 16384,
         whole_groups: bool = False,
         num_workers: NonNegativeInt = 0,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
     ):
         super().__init__()
         save_hyperparameters(self, "policy", "task", "batching")  # which the module has
