@@ -15,12 +15,7 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-<<<<<<< HEAD
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-=======
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
->>>>>>> habits2
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -164,17 +159,11 @@ class CLI(LightningCLI):
 
     def _explain(self, error: BaseException) -> str:
         """One sentence for an error of a run; an error of unknown cause is raised again."""
-<<<<<<< HEAD
-        if isinstance(error, InputError | MisconfigurationException):
-            return first_line(error)
+        reason = first_line(error)
         # Lightning has reset its own state
         training = self.trainer.fit_loop.epoch_loop.total_batch_idx >= 0
-=======
-        reason = first_line(error)
-        training = self.trainer.training
         if isinstance(error, InputError | MisconfigurationException):
             return reason
->>>>>>> habits2
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error

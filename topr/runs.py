@@ -74,21 +74,12 @@ class Run:
                 arguments.version = self.version
             elif "save_dir" in arguments:
                 arguments.save_dir = str(self.folder)
-<<<<<<< HEAD
-            if logger.class_path.endswith("TensorBoardLogger"):
-                # TensorBoard drops what an interrupted run has logged since the checkpoint
-                logger.dict_kwargs = {"purge_step": self.done}
-            if logger.class_path.endswith("WandbLogger") and not arguments.version:
-                known = before[number]["init_args"]["version"] if number < len(before) else None
-                arguments.version = known or uuid.uuid4().hex[:8]
-=======
             if kind == "TensorBoardLogger":
                 # it drops what was logged after the checkpoint
                 logger.dict_kwargs = {"purge_step": self.updates}
             for earlier in sorted(self.folder.glob("wandb/*run-*")):  # named run-DATE-ID
                 if kind == "WandbLogger":
                     arguments.version = earlier.name.rpartition("-")[2]
->>>>>>> habits2
 
     def keep_rows(self, loggers: list[Any]) -> None:
         """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
