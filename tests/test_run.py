@@ -286,4 +286,4 @@ def test_evaluate_writes_results_with_intervals(run, setting):
     mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
     difference = theirs["difference_to_first"]["length"]["mean"]
     assert difference == pytest.approx(theirs["length"]["mean"] - mine["length"]["mean"])
-    assert f"Difference to {policy}" in out
+    assert "Difference to first" in out

@@ -193,13 +193,14 @@ def select(folder: Path, curation: Curation, iteration: int) -> dict[str, Any]:
 def check_same(out: Path, config: dict[str, Any], *own: Any) -> None:
     """Keep a hash of what decides the results in iterate.json; an InputError if the folder holds
     results of another command."""
-    decisive = [lookup(config, key) for key in [*DECISIVE, "data.samples", "data.sampling"]]
+    keys = [*DECISIVE, "trainer.max_epochs", "data.samples", "data.sampling"]
+    decisive = [lookup(config, key) for key in keys]
     decisive.append(policy_hash(config["model"]["policy"]))
     for problems in (config["data"]["test"], config["data"]["problems"]):
         decisive.append(data_hash([problems]) if os.path.isfile(problems) else problems)
     now = {"settings": content_hash(decisive, own)}
     path = out / "iterate.json"
-    if path.exists() and json.loads(path.read_text()) != now:
+    if any(out.glob("iteration_*")) and json.loads(path.read_text()) != now:
         message = f"{out} holds results of other settings, or of changed files"
         raise InputError(f"{message}; give the same command, or another --out")
     write_text(path, json.dumps(now) + "\n")

@@ -90,7 +90,7 @@ def import_files(
 
 
 def read_row(row: Row, policy: "Policy") -> list[Trajectory]:
-    """The trajectories of a row, without log mu: two of a pair, none if they are equal, else one."""
+    """The trajectories of a row, without log mu: two of a pair (none if they are equal), or one."""
     row = {key: value for key, value in row.items() if value is not None}
     prompt_key, key, reward_key = recognise(row)
     prompt = row.get(prompt_key)

@@ -51,7 +51,7 @@ class TrainingSet:
         return f"row {trajectory - start} of {self.files[file]}"
 
     def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
-        """Whether the files of trajectories say that the policy that starts training sampled them."""
+        """Whether their files say that the policy that starts training sampled trajectories."""
         own = [metadata["policy"] == self.policy_hash for metadata in self.metadata]
         return np.array(own)[self.file(trajectory)]
 
