@@ -79,33 +79,33 @@ class ServerSampler(Sampler):
 
     async def request(self, policy, sampling, requests) -> list[Response | None]:
         """A response to each prompt and seed; None if its token ids are uncertain."""
-        options = self.options(policy, sampling)
-        ended = end_of_response(policy, sampling)
         slots: asyncio.Queue = asyncio.Queue()  # a server for each request that may run at once
-
-        async def respond(prompt, seed):
-            encoded = to_text(policy, prompt) if self.exchanges_text else prompt
-            if encoded is None:
-                return None
-            server = await slots.get()
-            client, model = server
-            completion = await client.completions.create(
-                model=model, prompt=encoded, seed=seed, **options
-            )
-            slots.put_nowait(server)
-            ids = self.ids_of(policy, completion.choices[0])
-            read = completion.usage.prompt_tokens, completion.usage.completion_tokens
-            if not ids or read != (len(prompt), len(ids)):
-                return None
-            for length in range(1, len(ids) + 1):
-                if ended(ids[:length]):
-                    return Response(ids[:length], ids[length - 1] in policy.end_tokens)
-
         async with openai.DefaultAsyncHttpxClient() as http:
             servers = [await self.connect(url, http) for url in self.urls]
             for i in range(self.concurrency):
                 slots.put_nowait(servers[i % len(servers)])
-            return await asyncio.gather(*(respond(*request) for request in requests))
+            return await asyncio.gather(
+                *(self.respond(policy, sampling, slots, *request) for request in requests)
+            )
+
+    async def respond(self, policy, sampling, slots, prompt, seed):
+        encoded = to_text(policy, prompt) if self.exchanges_text else prompt
+        if encoded is None:
+            return None
+        server = await slots.get()
+        client, model = server
+        completion = await client.completions.create(
+            model=model, prompt=encoded, seed=seed, **self.options(policy, sampling)
+        )
+        slots.put_nowait(server)
+        ids = self.ids_of(policy, completion.choices[0])
+        read = completion.usage.prompt_tokens, completion.usage.completion_tokens
+        if not ids or read != (len(prompt), len(ids)):
+            return None
+        ended = end_of_response(policy, sampling)
+        for length in range(1, len(ids) + 1):
+            if ended(ids[:length]):
+                return Response(ids[:length], ids[length - 1] in policy.end_tokens)
 
     def ids_of(self, policy, choice):
         """The token ids of a response; None if they are uncertain."""
