@@ -25,7 +25,7 @@ from topr.evaluation.report import write_report
 from topr.identity import content_hash, data_hash, policy_hash
 from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
 from topr.policy import resolve_policy
-from topr.runs import DECISIVE, lookup
+from topr.runs import DECISIVE, setting
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way, curate
 
@@ -194,7 +194,7 @@ def check_same(out: Path, config: dict[str, Any], *own: Any) -> None:
     """Keep a hash of what decides the results in iterate.json; an InputError if the folder holds
     results of another command."""
     keys = [*DECISIVE, "trainer.max_epochs", "data.samples", "data.sampling"]
-    decisive = [lookup(config, key) for key in keys]
+    decisive = [setting(config, key) for key in keys]
     decisive.append(policy_hash(config["model"]["policy"]))
     for problems in (config["data"]["test"], config["data"]["problems"]):
         decisive.append(data_hash([problems]) if os.path.isfile(problems) else problems)

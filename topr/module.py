@@ -215,7 +215,7 @@ class PolicyModule(LightningModule):
     def write_update(self, figures: dict[str, float]) -> None:
         """Write figures of the last update at its number, from 0. At once: Lightning would write
         them after a checkpoint of this update, and a run killed in between would lack them."""
-        every = self.trainer.log_every_n_steps
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and self.global_step % every == 0:
             for logger in self.loggers:
                 logger.log_metrics(figures, self.global_step - 1)

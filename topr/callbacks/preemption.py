@@ -76,7 +76,8 @@ class Preemption(Callback):
         if self.updated and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             path = Path(trainer.log_dir or ".", "checkpoints", PREEMPTED)
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
-                trainer.save_checkpoint(trainer.strategy.broadcast(temporary), weights_only=False)
+                path = trainer.strategy.broadcast(temporary or path)
+                trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             step = trainer.global_step
             print(f"ended by a signal after update {step}; --ckpt_path last goes on from there")

@@ -5,6 +5,7 @@ laid end to end.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +33,13 @@ def attention(
     The keys and values of a prompt are copied for each of its responses.
     """
     rows_S, *sequences = key_sequences(spans, query_HLD.device)
+    attend: Any = varlen.varlen_attn
     # rotary embeddings leave float32
     dtype = torch.get_autocast_dtype(query_HLD.device.type)
     query_LHD = query_HLD.transpose(0, 1).to(dtype)
     key_LGD = key_GLD.transpose(0, 1).to(dtype)
     value_LGD = value_GLD.transpose(0, 1).to(dtype)
-    return varlen.varlen_attn(
+    return attend(
         query_LHD.contiguous(),
         key_LGD.index_select(0, rows_S),
         value_LGD.index_select(0, rows_S),

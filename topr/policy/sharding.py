@@ -3,6 +3,7 @@ sampling."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -124,5 +125,5 @@ def full_state_dict(policy: Policy) -> dict[str, Tensor]:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = names - {name for name, _ in model.named_parameters()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    weights: Any = get_model_state_dict(model, options=options)
     return {name: value for name, value in weights.items() if name not in tied}

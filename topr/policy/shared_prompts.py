@@ -145,10 +145,12 @@ def attend(
 def usual_attention(softcap: float | None) -> Callable:
     """Transformers' own attention. Imported late: it loads a whole model."""
     if softcap is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward as attention
-    else:
-        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as attention
-    return attention
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    return eager_attention_forward
 
 
 def span_attention(
