@@ -161,7 +161,8 @@ class CLI(LightningCLI):
     def _explain(self, error: BaseException) -> str:
         """One sentence for an error of a run; an error of unknown cause is raised again."""
         reason = first_line(error)
-        training = self.trainer.training
+        # Lightning has reset its own state
+        training = self.trainer.fit_loop.epoch_loop.total_batch_idx >= 0
         if isinstance(error, InputError | MisconfigurationException):
             return reason
         if isinstance(error, CheckpointException):
@@ -186,7 +187,6 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
-        "have no logger configured",  # test and validate print their figures
         "infer the batch indices",  # of predict, which no one asks for
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print

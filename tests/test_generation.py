@@ -8,8 +8,9 @@ from conftest import make_policy, make_tokenizer
 
 from topr.distributed import stop_requested
 from topr.policy import LoRA, Policy, export_policy, load_policy, score
+from topr.policy.lora import add_adapters
 from topr.sampling import LocalSampler, Sampling
-from topr.sampling.local import Draft, Rows, rows_that_fit
+from topr.sampling.local import Draft, Rows
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -124,10 +125,7 @@ def exact(policy: Policy, prompt: list[int], sampling: Sampling) -> dict[tuple, 
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [(1.0, 0, 1.0), (1.5, 4, 0.9)]
-    + [pytest.param(p, marks=SLOW) for p in ((0.7, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8))],
-    ids=str,
+    "parameters", [(1.0, 0, 1.0), (1.5, 4, 0.9), pytest.param((0.7, 0, 0.8), marks=SLOW)], ids=str
 )
 def test_samples_follow_the_exact_distribution(make, parameters):
     policy = make("Llama", ends=[1], vocab_size=6, initializer_range=0.2)
@@ -153,7 +151,7 @@ class Watched(Rows):
     def __init__(self, policy: Policy, prompts: list[list[int]], n: int, rows: int):
         self.all = []
         for prompt in prompts:
-            for draws in np.random.default_rng(len(self.all)).random((n, LONGEST)):
+            for draws in np.random.default_rng([0, len(self.all) // n]).random((n, LONGEST)):
                 self.all.append(Draft(prompt, iter(draws)))
         queue = sorted(self.all, key=lambda draft: -len(draft.prompt))
         super().__init__(policy, PLAIN, queue, n, rows)
@@ -166,12 +164,11 @@ class Watched(Rows):
 
     def append(self, drafts, logits_RV):
         before = [len(draft.ids) for draft in drafts]
-        token_R = super().append(drafts, logits_RV)
+        super().append(drafts, logits_RV)
         log_probs_RV = logits_RV.float().log_softmax(-1)
         for row, draft in enumerate(drafts):
             if len(draft.ids) > before[row]:
                 self.log_probs[draft].append(log_probs_RV[row, draft.ids[-1]].item())
-        return token_R
 
     def end_after(self, lengths: list[int]) -> None:
         """Make responses end after these numbers of tokens, in the order of their starts."""
@@ -185,7 +182,7 @@ class Watched(Rows):
 def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, lora, autocast):
     policy = load_policy(str(make_policy(tmp_path / "base", scale=0.5))).eval()
     if lora:
-        LoRA(rank=2).add_to(policy)
+        add_adapters(policy, LoRA(rank=2))
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
@@ -198,7 +195,7 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, lora, autocast):
     error = np.abs(np.concatenate(scored) - np.concatenate(seen))
     if autocast:  # bfloat16 now and then errs by more
         assert np.quantile(error, 0.99) < 0.3 and error.mean() < 0.03
-        assert {states.dtype for states in rows.buffers} == {torch.bfloat16}
+        assert rows.layers[0].states_RHCD.dtype == torch.bfloat16
     else:
         assert error.max() < 1e-4 and error.mean() < 1e-6
 
@@ -240,39 +237,28 @@ def test_a_response_depends_on_its_seed_prompt_and_place_alone(make):
     assert [[response.ids for response in responses] for responses in odd] == whole[1::2]
 
 
-def test_as_many_rows_as_fit_into_free_memory():
-    # 3 layers of keys and values in float64, 2 heads of 8 numbers; a vocabulary of 40
-    states = [torch.zeros(5, 2, 12, 8, dtype=torch.float64)] * 6
-    row = 6 * 2 * 8 * 8 * 1.25 * 52 + 16 * 40
-    for rows in (1, 5, 300):
-        assert rows_that_fit(int((rows + 0.5) * row / 0.8), states, 52, 40) == rows
-    assert rows_that_fit(0, states, 52, 40) == 1
-
-
 @torch.no_grad()
+def test_as_many_rows_as_fit_into_free_memory(make):
+    rows = Watched(make("Llama"), [[2] * 12], 1, 1)
+    rows.prefill()
+    # 3 layers of keys and values in float64, 2 heads of 8 numbers; a vocabulary of 40
+    size = 6 * 2 * 8 * 8 * 1.25 * (12 + LONGEST) + 16 * 40
+    for count in (1, 5, 300):
+        assert rows.rows_that_fit((count + 0.5) * size / 0.8) == count
+    assert rows.rows_that_fit(0) == 1
+
+
 def test_a_requested_stop_returns_the_responses_so_far(make):
     policy = make("Llama")
-    whole = Watched(policy, PROMPTS, 2, 4)
-    whole.decode()
-    for tokens in (1, 30, 60):
-        rows = Watched(policy, PROMPTS, 2, 4)
-        is_end, calls = rows.is_end, []
-
-        def stop_later(ids, is_end=is_end, calls=calls, tokens=tokens):
-            calls.append(ids)
-            if len(calls) == tokens:
-                stop_requested.set()
-            return is_end(ids)
-
-        rows.is_end = stop_later
-        try:
-            rows.decode()
-            assert LocalSampler().sample(policy, PROMPTS, 2, PLAIN, 0) == [[]] * len(PROMPTS)
-        finally:
-            stop_requested.clear()
-        assert tokens <= len(calls) < tokens + 4  # the other rows end the same step
-        for cut, complete in zip(rows.all, whole.all, strict=True):
-            assert cut.ids == complete.ids[: len(cut.ids)]
+    whole = sample(policy, PROMPTS[:1], 2, 2, PLAIN)
+    rows = Watched(policy, PROMPTS[:1], 2, 2)
+    rows.is_end = lambda ids: len(ids) == 9 and stop_requested.set()
+    try:
+        rows.decode()
+        assert sample(policy, PROMPTS, 2, 4) == [[]] * len(PROMPTS)
+    finally:
+        stop_requested.clear()
+    assert [draft.ids for draft in rows.all] == [ids[:9] for ids in whole[0]]
 
 
 def test_models_with_other_caches_use_transformers(make):
@@ -280,6 +266,4 @@ def test_models_with_other_caches_use_transformers(make):
     prompts = [PROMPTS[0], PROMPTS[3][:1] * 7]
     expected = [[alone(policy, prompt)] * 2 for prompt in prompts]
     policy.model.generation_config.suppress_tokens = [expected[0][0][0]]
-    with pytest.warns(UserWarning, match="MambaForCausalLM caches more than keys and values"):
-        assert sample(policy, prompts, 2, 3) == expected
-    assert policy.model.generation_config.suppress_tokens == [expected[0][0][0]]
+    assert sample(policy, prompts, 2, 3) == expected

@@ -281,7 +281,7 @@ def test_evaluate_writes_results_with_intervals(run, setting):
     assert code == 0, err
     both = json.loads((run.folder / "results" / "results.json").read_text())
     assert both[str(policy)]["arithmetic"] == row  # the same seed, the same samples
-    theirs = both[str(other)]["arithmetic"]
-    difference = theirs["difference"]["length"]["mean"]
-    assert difference == pytest.approx(theirs["length"]["mean"] - row["length"]["mean"])
-    assert f"Difference to {policy}" in out
+    mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
+    difference = theirs["difference_to_first"]["length"]["mean"]
+    assert difference == pytest.approx(theirs["length"]["mean"] - mine["length"]["mean"])
+    assert "Difference to first" in out

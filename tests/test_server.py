@@ -8,14 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections import Counter
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_policy
 
 from topr.io import InputError
@@ -45,21 +41,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         assert self.path == "/v1/completions"
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            number = len(server.bodies)
-            server.bodies.append(body)
-            server.active += 1
-            server.most = max(server.most, server.active)
-        try:
-            status, payload = server.reply(body, number)
-        except ConnectionError:
-            self.close_connection = True
-            return
-        finally:
-            with server.lock:
-                server.active -= 1
-        self.send(status, payload)
+        number = len(self.server.bodies)
+        self.server.bodies.append(body)
+        self.send(*self.server.reply(body, number))
 
     def send(self, status, payload):
         data = json.dumps(payload).encode()
@@ -68,12 +52,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Retry-After-Ms", "1")
         self.end_headers()
-        with suppress(OSError):  # the client has left
-            self.wfile.write(data)
+        self.wfile.write(data)
 
 
 class Server(ThreadingHTTPServer):
-    """`reply(body, number)` gives status and JSON of a completion, or raises a ConnectionError."""
+    """`reply(body, number)` gives status and JSON of a completion."""
 
     request_queue_size = 256
     daemon_threads = True
@@ -83,9 +66,6 @@ class Server(ThreadingHTTPServer):
         self.reply = reply
         self.models = models
         self.bodies: list[dict] = []
-        self.active = 0
-        self.most = 0
-        self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
@@ -134,16 +114,13 @@ def sample(servers, policy, prompts, n, sampling=OPEN, seed=0, **options):
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_responses_are_the_ids_that_the_server_sampled(serve, loaded):
     server = serve(vllm)
-    state = torch.get_rng_state()
     responses = sample([server], loaded, PROMPTS, 8, SAMPLING, 3, concurrency=5)
-    assert torch.equal(state, torch.get_rng_state())
     for prompt, found in zip(PROMPTS, responses, strict=True):
         sent = [drawn(body) for body in server.bodies if body["prompt"] == prompt]
-        assert sorted(found) == sorted(Response(ids, END in ids) for ids in sent)
+        assert sorted(found) == [Response(ids, END in ids) for ids in sorted(sent)]
         assert len(found) == 8
-    assert {response.finished for found in responses for response in found} == {True, False}
     assert len({body["seed"] for body in server.bodies}) == 24
-    assert all(0 <= body["seed"] < 2**31 for body in server.bodies)
+    assert max(body["seed"] for body in server.bodies) < 2**31
     assert responses == sample([server], loaded, PROMPTS, 8, SAMPLING, 3, flavour="sglang")
     assert responses != sample([server], loaded, PROMPTS, 8, SAMPLING, 4)
     odd = ServerSampler(server.url).sample(loaded, PROMPTS[1:], 8, SAMPLING, 3, [1, 2])
@@ -178,47 +155,32 @@ def test_a_response_ends_at_its_first_end_token_or_with_its_stop_string(serve, l
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_failures_that_may_pass_are_retried_and_no_response_is_dropped(serve, loaded):
-    seen = Counter()
+    seeds = set()
 
     def reply(body, number):
-        kind = body["seed"] % 4
-        seen[body["seed"]] += 1
-        if seen[body["seed"]] == 1 and kind == 0:
-            raise ConnectionResetError
-        if seen[body["seed"]] == 1 and kind == 1:
+        if body["seed"] in seeds:
+            return vllm(body, number)
+        seeds.add(body["seed"])
+        if number % 2:
             time.sleep(2.0)  # longer than the client waits
-        if seen[body["seed"]] == 1 and kind == 2:
-            return 503, {"error": {"message": "busy"}}
-        return vllm(body, number)
+        return 503, {"error": {"message": "busy"}}
 
-    responses = sample([serve(reply)], loaded, PROMPTS, 7, SAMPLING, timeout=1.0, retries=3)
-    assert [len(found) for found in responses] == [7, 7, 7]
-    assert {seed % 4 for seed in seen} == set(range(4))
-    assert all(count >= 2 for seed, count in seen.items() if seed % 4 < 3)
+    responses = sample([serve(reply)], loaded, PROMPTS, 3, timeout=1.0, retries=3)
+    assert [len(found) for found in responses] == [3, 3, 3]
 
 
 def test_a_rejected_request_ends_at_once_in_one_sentence_with_the_servers_words(serve, loaded):
-    def reply(body, number):
-        if number == 3:
-            return 400, {"error": {"message": "prompt is too long"}}
-        time.sleep(20.0)
-        return vllm(body, number)
-
-    server, start = serve(reply), time.monotonic()
+    server = serve(lambda body, number: (400, {"error": {"message": "prompt is too long"}}))
     with pytest.raises(InputError, match=f"{server.url}/completions fails: .*prompt is too long"):
-        sample([server], loaded, PROMPTS, 10, concurrency=4)
-    # Requests under way are cancelled.
-    assert time.monotonic() - start < 10.0 and len(server.bodies) < 10
+        sample([server], loaded, [[5]], 1)
+    assert len(server.bodies) == 1
 
 
 def test_a_server_that_keeps_failing_or_is_absent_ends_in_one_sentence(serve, loaded):
     server = serve(lambda body, number: (503, {"error": {"message": "loading"}}))
-    with pytest.raises(InputError, match="fails: .*loading.*timeout and retries"):
+    with pytest.raises(InputError, match="fails: .*loading"):
         sample([server], loaded, [[5]], 1, retries=2)
     assert len(server.bodies) == 3
-    slow = serve(lambda body, number: time.sleep(0.5) or vllm(body, number))
-    with pytest.raises(InputError, match=f"{slow.url}/completions fails: .*ime.*out"):
-        sample([slow], loaded, [[5]], 1, retries=0, timeout=0.2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(InputError, match=f"{url}/models fails: .*connection attempts failed"):
@@ -226,22 +188,19 @@ def test_a_server_that_keeps_failing_or_is_absent_ends_in_one_sentence(serve, lo
 
 
 def test_servers_share_the_requests_and_their_number_at_once_is_bounded(serve, loaded):
-    def together() -> Server:
-        full = threading.Barrier(3)
+    active, most = [], []
 
-        def reply(body, number):
-            if number < 3:  # a busy machine may take its time to fill the server
-                full.wait(30)
-            time.sleep(0.02)
-            return vllm(body, number)
+    def reply(body, number):
+        active.append(number)
+        most.append(len(active))
+        time.sleep(0.1)
+        active.pop()
+        return vllm(body, number)
 
-        return serve(reply)
-
-    servers = [together(), together()]
-    sample(servers, loaded, PROMPTS, 10, concurrency=6)
-    assert [server.most for server in servers] == [3, 3]
-    counts = [len(server.bodies) for server in servers]
-    assert sum(counts) == 30 and min(counts) >= 8
+    servers = [serve(reply), serve(reply)]
+    sample(servers, loaded, PROMPTS, 8, concurrency=6)
+    assert 3 < max(most) <= 6
+    assert min(len(server.bodies) for server in servers) >= 8
 
 
 def test_uncertain_responses_are_dropped_and_counted(serve, loaded):
@@ -254,42 +213,28 @@ def test_uncertain_responses_are_dropped_and_counted(serve, loaded):
         }
         return odd.get(number, answer(body, [3, 4, END]))
 
-    with pytest.warns(UserWarning, match="4 of 9 responses of .* dropped") as caught:
+    with pytest.warns(UserWarning, match="4 of 9 responses dropped"):
         responses = sample([serve(reply)], loaded, PROMPTS, 3, concurrency=1)
-    assert [len(found) for found in responses] == [1, 1, 3] and len(caught) == 1
+    assert [len(found) for found in responses] == [1, 1, 3]
 
 
 def test_a_server_that_never_returns_a_usable_response_is_an_error(serve, loaded):
     cut = serve(lambda body, number: answer(body, [3, 4]))
     with pytest.raises(InputError, match="9 of 9 responses .*room for prompt and max_new_tokens"):
         sample([cut], loaded, PROMPTS, 3)
-    # but the last batch of a long run may be unlucky
-    turns = serve(lambda body, number: answer(body, [3, END], count=2 + number))
-    sampler = ServerSampler(turns.url)
-    assert sampler.sample(loaded, [[5]], 1, OPEN, 0) == [[Response([3, END], True)]]
-    with pytest.warns(UserWarning, match="1 of 1"):
-        assert sampler.sample(loaded, [[5]], 1, OPEN, 0) == [[]]
 
 
-@pytest.mark.parametrize("models", [("a", "b"), ()])
-def test_the_model_must_be_clear(serve, loaded, models):
-    server = serve(vllm, models)
+def test_the_model_must_be_clear(serve, loaded):
+    server = serve(vllm, ("a", "b"))
     with pytest.raises(InputError, match="lists the models .*; choose one by"):
         sample([server], loaded, PROMPTS, 1)
     assert sample([server], loaded, PROMPTS, 1, model="b")
     assert {body["model"] for body in server.bodies} == {"b"}
 
 
-@pytest.mark.parametrize("wrong", ["127.0.0.1:8000", []])
-def test_wrong_addresses_are_rejected(wrong):
-    ServerSampler(["http://127.0.0.1:8000/v1"])
-    with pytest.raises(InputError, match="expected addresses like"):
-        ServerSampler(wrong)
-
-
-def texts(tokenizer, ids, reason, text=None):
+def texts(tokenizer, ids, reason):
     """A server of text, which leaves special tokens out of it."""
-    text = text or tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
 
     def reply(body, number):
         prompt = tokenizer(body["prompt"])["input_ids"]
@@ -321,12 +266,6 @@ def test_text_becomes_ids_only_where_that_is_certain(serve, loaded, ids, reason,
     assert set(body) == {"model", "prompt", "max_tokens", "temperature", "top_p", "seed"}
 
 
-def test_a_spelled_end_token_ends_no_response(serve, loaded):
-    server = serve(texts(loaded.tokenizer, [3] * 6, "length", "1<eos>2345"))
-    with pytest.raises(InputError, match="1 of 1"):
-        sample([server], loaded, [[5, 6]], 1, flavour="openai")
-
-
 def test_prompts_reach_servers_of_text_as_the_same_ids(serve, loaded, tmp_path):
     from tokenizers.processors import TemplateProcessing
 
@@ -339,19 +278,12 @@ def test_prompts_reach_servers_of_text_as_the_same_ids(serve, loaded, tmp_path):
         found = sample([server], special, [[END, 5, 6], [5, 6]], 2, flavour="openai")
     assert [len(responses) for responses in found] == [2, 0]
     assert {body["prompt"] for body in server.bodies} == {"23"}
-    # A server whose tokenizer adds no token reads another prompt.
-    other = serve(texts(loaded.tokenizer, [3, END], "stop"))
-    with pytest.raises(InputError, match="1 of 1"):
-        sample([other], special, [[END, 5, 6]], 1, flavour="openai")
 
 
-@pytest.mark.parametrize("wrong", [{"top_k": 5}, {"stop": ["x"]}])
-def test_servers_of_text_take_neither_top_k_nor_stop(serve, loaded, wrong):
-    server = serve(texts(loaded.tokenizer, [3, END], "stop"))
-    right = {"top_k": 0, "max_new_tokens": 6}
-    assert sample([server], loaded, [[5, 6]], 1, Sampling(**right), flavour="openai")
-    with pytest.raises(InputError, match="vllm or sglang"):
-        sample([server], loaded, [[5, 6]], 1, Sampling(**right | wrong), flavour="openai")
+@pytest.mark.parametrize("wrong", [Sampling(top_k=5), Sampling(top_k=0, stop=["x"])])
+def test_servers_of_text_take_neither_top_k_nor_stop(loaded, wrong):
+    with pytest.raises(InputError, match="needs sampling.top_k 0"):
+        ServerSampler("http://127.0.0.1/v1", "openai").sample(loaded, [[5, 6]], 1, wrong, 0)
 
 
 @pytest.fixture(scope="module")
@@ -369,16 +301,13 @@ def real(tmp_path_factory):
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     program = Path(sys.executable).with_name("transformers")
     command = f"{program} serve {policy} --host 127.0.0.1 --port {port} --device cpu"
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command.split(), env=os.environ | own, stdout=log, stderr=log)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    ready = False
+    process = subprocess.Popen(command.split(), env=os.environ | own)
     try:
-        while not ready:
-            assert process.poll() is None, (folder / "log").read_text()
+        while True:
+            assert process.poll() is None
             try:
-                opener.open(f"http://127.0.0.1:{port}/health")
-                ready = True
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
             except OSError:
                 time.sleep(0.1)
         yield policy, f"http://127.0.0.1:{port}/v1"
@@ -397,8 +326,5 @@ def test_a_real_server_samples_and_explains_its_refusals(real):
     found = server.sample(policy, PROMPTS[:1], 20, OPEN, 5)
     assert len({tuple(ids) for ids, _ in found[0]}) > 3
     assert found == server.sample(policy, PROMPTS[:1], 20, OPEN, 5)
-    refused = {"Server is pinned to": {"flavour": "openai", "model": "other"}}
-    refused["Unexpected fields in the request"] = {"model": str(folder)}
-    for reason, options in refused.items():
-        with pytest.raises(InputError, match=reason):
-            ServerSampler(url, **options).sample(policy, PROMPTS[:1], 1, OPEN, 0)
+    with pytest.raises(InputError, match="Unexpected fields in the request"):
+        ServerSampler(url, model=str(folder)).sample(policy, PROMPTS[:1], 1, OPEN, 0)

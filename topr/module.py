@@ -3,8 +3,7 @@
 Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -91,7 +90,7 @@ class PolicyModule(LightningModule):
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
-        self.validation_due = False  # whether a checkpoint was written just before a validation
+        self.validation_due = False  # whether the checkpoint was written just before a validation
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -192,13 +191,11 @@ class PolicyModule(LightningModule):
         self.log_update(rows, {"gradient/norm": norm, "train/lr": rate})
         return {"rows": rows}
 
-    @contextmanager
-    def no_reduction(self) -> Iterator[None]:
+    def no_reduction(self) -> AbstractContextManager:
         """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one.
         FSDP2 reduces each time, because whole gradients would take the memory that it saves."""
         model = self.trainer.strategy.model
-        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
-            yield
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def check_update(self, rows: Rows, norm: float) -> None:
         """End the run before an update that would do harm; see `topr.statistics`."""
@@ -211,8 +208,17 @@ class PolicyModule(LightningModule):
     def log_update(self, rows: Rows, more: dict[str, float]) -> None:
         """Log the figures of an update, which are the same on all ranks."""
         figures = statistics(rows) | more
-        self.log("train/loss", figures.pop("train/loss"), prog_bar=True)
-        self.log_dict(figures)
+        for name, value in figures.items():  # for callbacks
+            self.log(name, value, logger=False, prog_bar=name == "train/loss")
+        self.write_update(figures)
+
+    def write_update(self, figures: dict[str, float]) -> None:
+        """Write figures of the last update at its number, from 0. At once: Lightning would write
+        them after a checkpoint of this update, and a run killed in between would lack them."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self.global_step % every == 0:
+            for logger in self.loggers:
+                logger.log_metrics(figures, self.global_step - 1)
 
     def validation_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
         """Sample, grade and log responses to this rank's problems; returns them."""
@@ -235,12 +241,12 @@ class PolicyModule(LightningModule):
         from topr.evaluation.live import figures, sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(self, batch, trajectories))
+        found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
-        if not self.trainer.sanity_checking and not self.trainer.training:
-            # in fit for callbacks alone
-            self.log_dict(found, logger=not fitting, batch_size=1)
-        if fitting:
+        if self.trainer.validating or self.trainer.testing:
+            self.log_dict(found, logger=bool(self.loggers) and not fitting, batch_size=1)
+        # Lightning checks the sanity of some resumed runs, too
+        if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):
             self.write_figures(found)
         return trajectories
 
@@ -250,19 +256,21 @@ class PolicyModule(LightningModule):
             logger.log_metrics(figures, self.global_step)
 
     def on_train_start(self) -> None:
-        """Log the validation that a resumed run's checkpoint came just before, or just after: the
-        loggers keep what was logged before the checkpoint's update."""
+        """Make up for the validation that a resumed run's checkpoint was written just before. The
+        loggers have dropped what they got at the checkpoint's number of updates, or after it."""
         if self.validation_due:
+            self.validation_due = False
             for batch in self.trainer.val_dataloaders or []:
                 self.evaluate("val", batch)
         elif self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.save()
         loop: Any = self.trainer.fit_loop
-        due = not self.trainer.validating and loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        )
+        due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        due = due and not self.trainer.validating  # which Lightning begins again by itself
         checkpoint["topr"] = {
             "validated": self.validated,
             "validation_due": bool(due and self.validated[0] < self.global_step),

@@ -100,11 +100,16 @@ class Run:
         before = yaml.safe_load(path.read_text())
         now = yaml.safe_load(config)
         for key in DECISIVE:
-            section, _, name = key.rpartition(".")
-            if before.get(section, before)[name] != now.get(section, now)[name]:
+            if setting(before, key) != setting(now, key):
                 message = f"{self.folder} is a run with another {key} (see its config.yaml)"
                 remedy = "restore it, or set another trainer.logger.init_args.name"
                 raise InputError(f"{message}; {remedy}")
+
+
+def setting(config: dict[str, Any], key: str) -> Any:
+    """The value of a key such as model.loss."""
+    section, _, name = key.rpartition(".")
+    return config.get(section, config)[name]
 
 
 def new_run(config: Any) -> Run:

@@ -41,7 +41,7 @@ class ExportPolicy(Callback):
         if data is None or data.test is None:
             return None
         batch = data.problem_batch("test", data.samples)
-        return live.summarise(module, batch, live.sample_and_grade(module, batch))
+        return live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.before is None:
@@ -55,9 +55,9 @@ class ExportPolicy(Callback):
             rank_zero_info("\n" + table(measured))
             log_after(trainer, after)
         weights = full_state_dict(pl_module.policy)  # of all ranks
+        folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        folder = Path(trainer.log_dir or ".")
         if pl_module.lora is None:
             export_policy(pl_module.policy, folder / "policy", weights)
         else:

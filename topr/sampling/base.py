@@ -65,7 +65,7 @@ class Sampler(Configurable, ABC):
         """Sample n responses to each prompt; global random generators keep their states.
 
         Args:
-            policy: the model to sample from; its mode (train or eval) is kept.
+            policy: the model to sample from, in eval mode.
             prompts: token ids of each prompt, at least one.
             n: responses to each prompt.
             sampling: temperature, top-k, top-p, and where responses end.

@@ -2,7 +2,6 @@
 
 import asyncio
 import warnings
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,8 +9,7 @@ import openai
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from topr.io import InputError, first_line
-from topr.policy import Policy
-from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response
+from topr.sampling.base import Response, Sampler, end_of_response
 
 
 class ServerSampler(Sampler):
@@ -44,8 +42,6 @@ class ServerSampler(Sampler):
         retries: NonNegativeInt = 6,
     ):
         self.urls = [url] if isinstance(url, str) else url
-        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
-            raise InputError(f"url {url!r}: expected addresses like http://host:8000/v1")
         self.exchanges_text = flavour == "openai"
         self.model = model
         self.concurrency = concurrency
@@ -53,19 +49,9 @@ class ServerSampler(Sampler):
         self.retries = retries
         self.any_usable = False  # among the responses so far
 
-    def sample(
-        self,
-        policy: Policy,
-        prompts: list[Ids],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        prompt_indices: Sequence[int] = (),
-    ) -> list[list[Response]]:
+    def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
         if self.exchanges_text and (sampling.top_k or sampling.stop):
-            raise InputError(
-                "flavour openai needs sampling.top_k 0 and stop []; or use vllm or sglang"
-            )
+            raise InputError("flavour openai needs sampling.top_k 0 and stop []")
         requests = []
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             for word in np.random.SeedSequence((seed, index)).generate_state(n):
@@ -74,85 +60,85 @@ class ServerSampler(Sampler):
             responses = asyncio.run(self.request(policy, sampling, requests))
         except openai.APIError as error:
             why = error.body or first_line(error.__cause__ or error)
-            remedy = "check the server and the sampler's url, model, flavour, timeout and retries"
-            raise InputError(f"{error.request.url} fails: {why}; {remedy}") from error
+            raise InputError(f"{error.request.url} fails: {why}") from error
+
         self.report(responses.count(None), len(responses))
         certain = []
         for start in range(0, len(responses), n):
-            group = responses[start : start + n]
-            certain.append([response for response in group if response])
+            certain.append([response for response in responses[start : start + n] if response])
         return certain
 
-    def report(self, dropped: int, total: int) -> None:
+    def report(self, dropped, total):
         """Warn of dropped responses; raise an InputError if none has ever been usable."""
         self.any_usable |= dropped < total
-        reason = "the server cut them, or sent no token ids and an ambiguous text"
-        remedy = "give it room for prompt and max_new_tokens, or use vLLM or SGLang"
-        message = f"{dropped} of {total} responses of {self.urls} dropped: {reason}; {remedy}"
+        message = f"{dropped} of {total} responses dropped: cut by the server, or token ids unclear"
         if not self.any_usable:
-            raise InputError(message)
+            raise InputError(f"{message}; give room for prompt and max_new_tokens, or use vLLM")
         if dropped:
             warnings.warn(message, stacklevel=3)
 
-    async def request(
-        self, policy: Policy, sampling: Sampling, requests: list[tuple[Ids, int]]
-    ) -> list[Response | None]:
+    async def request(self, policy, sampling, requests) -> list[Response | None]:
         """A response to each prompt and seed; None if its token ids are uncertain."""
-        options = self.options(policy, sampling)
-        ended = end_of_response(policy, sampling)
         slots: asyncio.Queue = asyncio.Queue()  # a server for each request that may run at once
-
-        async def respond(prompt: Ids, seed: int) -> Response | None:
-            encoded = to_text(policy, prompt) if self.exchanges_text else prompt
-            if encoded is None:
-                return None
-            server = await slots.get()
-            client, model = server
-            completion = await client.completions.create(
-                model=model, prompt=encoded, seed=seed, **options
-            )
-            slots.put_nowait(server)
-            choice = completion.choices[0]
-            ids = (
-                to_ids(policy, choice)
-                if self.exchanges_text
-                else getattr(choice, "token_ids", None)
-            )
-            read = completion.usage.prompt_tokens, completion.usage.completion_tokens
-            if not ids or read != (len(prompt), len(ids)):
-                return None
-            for length in range(1, len(ids) + 1):
-                if ended(ids[:length]):
-                    return Response(ids[:length], ids[length - 1] in policy.end_tokens)
-            return None
-
         async with openai.DefaultAsyncHttpxClient() as http:
             servers = [await self.connect(url, http) for url in self.urls]
             for i in range(self.concurrency):
                 slots.put_nowait(servers[i % len(servers)])
-            return await asyncio.gather(*(respond(prompt, seed) for prompt, seed in requests))
+            return await asyncio.gather(
+                *(self.respond(policy, sampling, slots, *request) for request in requests)
+            )
 
-    def options(self, policy: Policy, sampling: Sampling) -> dict[str, Any]:
+    async def respond(self, policy, sampling, slots, prompt, seed):
+        encoded = to_text(policy, prompt) if self.exchanges_text else prompt
+        if encoded is None:
+            return None
+        server = await slots.get()
+        client, model = server
+        completion = await client.completions.create(
+            model=model, prompt=encoded, seed=seed, **self.options(policy, sampling)
+        )
+        slots.put_nowait(server)
+        ids = self.ids_of(policy, completion.choices[0])
+        read = completion.usage.prompt_tokens, completion.usage.completion_tokens
+        if not ids or read != (len(prompt), len(ids)):
+            return None
+        ended = end_of_response(policy, sampling)
+        for length in range(1, len(ids) + 1):
+            if ended(ids[:length]):
+                return Response(ids[:length], ids[length - 1] in policy.end_tokens)
+
+    def ids_of(self, policy, choice):
+        """The token ids of a response; None if they are uncertain."""
+        if not self.exchanges_text:
+            return getattr(choice, "token_ids", None)
+        ids = policy.tokenizer(choice.text, add_special_tokens=False)["input_ids"]
+        if policy.tokenizer.decode(ids) != choice.text or policy.end_tokens & set(ids):
+            return None
+        # With "length" the last token may be a hidden end token; the numbers of tokens then differ.
+        if choice.finish_reason == "stop":
+            ids.append(policy.tokenizer.eos_token_id)
+        return ids
+
+    def options(self, policy, sampling):
         """Parameters of each request, also those whose defaults a server takes from the model."""
         options: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
-        if self.exchanges_text:
-            return options
-        options["stop"] = sampling.stop
-        options["extra_body"] = {  # known to vLLM and SGLang only
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-            "stop_token_ids": sorted(policy.end_tokens),
-        }
+        if not self.exchanges_text:
+            options["stop"] = sampling.stop
+            options["extra_body"] = {  # known to vLLM and SGLang only
+                "top_k": sampling.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "skip_special_tokens": False,
+                "return_token_ids": True,
+                "stop_token_ids": sorted(policy.end_tokens),
+            }
         return options
 
-    async def connect(self, url: str, http: Any) -> tuple[Any, str]:
+    async def connect(self, url, http):
         """A client of this server, and the name of its model."""
         client = openai.AsyncOpenAI(
             base_url=url,
@@ -169,19 +155,8 @@ class ServerSampler(Sampler):
         return client, names[0]
 
 
-def to_text(policy: Policy, prompt: Ids) -> str | None:
+def to_text(policy, prompt):
     """The text that a server's tokenizer turns into these ids; None if there is none."""
     added = len(policy.tokenizer("")["input_ids"])  # special tokens that it puts first
     text = policy.tokenizer.decode(prompt[added:])
     return text if policy.tokenizer(text)["input_ids"] == prompt else None
-
-
-def to_ids(policy: Policy, choice: Any) -> Ids | None:
-    """The token ids of a response given as text; None if they are uncertain."""
-    ids = policy.tokenizer(choice.text, add_special_tokens=False)["input_ids"]
-    if policy.tokenizer.decode(ids) != choice.text or policy.end_tokens & set(ids):
-        return None
-    # With "length" the last token may be a hidden end token; the number of tokens then differs.
-    if choice.finish_reason == "stop":
-        ids.append(policy.tokenizer.eos_token_id)
-    return ids
