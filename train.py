@@ -115,7 +115,8 @@ class CLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (MisconfigurationException, TypeError, ValueError, ImportError) as error:
-            raise InputError(first_line(error)) from error
+            # jsonargparse wraps the error of a class in one that lists every type it tried
+            raise InputError(first_line(error.__cause__ or error)) from error
 
     def after_instantiate_classes(self) -> None:
         """Give checkpoints their folder; check that each device holds a shard of its own."""
