@@ -20,6 +20,7 @@ V vocabulary.
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ class Rows:
         ids_PL, mask_PL = pad_left(self.waiting[:: self.n], self.device)
         position_PL = (mask_PL.cumsum(-1) - 1).clamp(min=0)
         # Made without the model's config, whose sliding windows would drop columns.
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         self.prompt_logits_PV = self.forward(ids_PL, mask_PL, position_PL, cache)
         self.prompt_width = ids_PL.shape[1]
         self.prompt_states = []  # keys and values of each layer, [P, H, L, D]
@@ -195,7 +196,7 @@ class Rows:
         length_R1 = to_device([draft.length for draft in self.drafts], self.device)[:, None]
         distance_C = torch.arange(self.longest, -1, -1, device=self.device)  # from the cursor
         mask_RC = (distance_C <= length_R1).long()
-        logits_RV = self.forward(token_R1, mask_RC, length_R1, Cache(self.layers))
+        logits_RV = self.forward(token_R1, mask_RC, length_R1, Cache([*self.layers]))
         self.cursor += 1
         self.append(self.drafts, logits_RV)
 
