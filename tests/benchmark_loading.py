@@ -2,8 +2,9 @@
 
 python tests/benchmark_loading.py
 
-A random Llama of 220 million parameters, bfloat16 on disk and float32 in memory, on two CPU processes. Counted is
-private memory above that after the imports; pages of the mapped files are the kernel's to drop and do not count.
+A random Llama of 220 million parameters, bfloat16 on disk and float32 in memory, on two CPU
+processes. Counted is private memory above that after the imports. Pages of the mapped files are the
+kernel's to drop and do not count.
 """
 
 import subprocess
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from topr.policy import sharding
 
 SHAPE = {
+    "vocab_size": 32000,
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 12,
@@ -41,7 +43,9 @@ def measure(name: str) -> None:
     """Load on this rank and print what it took."""
     mesh = init_device_mesh("cpu", (2,))
     torch.distributed.barrier()
-    start, peak, done = private_memory(), 0, threading.Event()
+    start = private_memory()
+    peak = 0
+    done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
@@ -50,29 +54,16 @@ def measure(name: str) -> None:
             time.sleep(0.001)
 
     threading.Thread(target=watch, daemon=True).start()
-    read, check = 0, sharding.check_forward
-
-    def checked(*arguments) -> None:
-        nonlocal read
-        read = peak
-        check(*arguments)
-
-    sharding.check_forward = checked
     policy = sharding.load_sharded(name, lambda policy: None, mesh, bfloat16=False, reshard=True)
     done.set()
     whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
     shard = sum(parameter.to_local().numel() for parameter in policy.parameters()) * 4
     layer = sum(parameter.numel() for parameter in policy.layers[0].parameters()) * 4
     if mesh.get_rank() == 0:
-        print(
-            f"weights {whole / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, one layer {layer / 1e6:.0f} MB"
-        )
-        for what, bytes_ in (
-            ("reading the files", read),
-            ("and checking the head by a forward", peak),
-        ):
-            share = (bytes_ - start - layer) / shard
-            print(f"{what:35} {(bytes_ - start) / 1e6:5.0f} MB = {share:.2f} shards + one layer")
+        print(f"weights {whole / 1e6:.0f} MB, a shard {shard / 1e6:.0f}, a layer {layer / 1e6:.0f}")
+        used = peak - start
+        share = (used - layer) / shard
+        print(f"loading took {used / 1e6:.0f} MB = {share:.2f} shards + one layer")
     torch.distributed.destroy_process_group()
 
 
@@ -82,19 +73,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE)).to(torch.bfloat16).save_pretrained(
-            folder
-        )
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            __file__,
-            folder,
-        ]
-        subprocess.run(launch, check=True)
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        model.to(torch.bfloat16).save_pretrained(folder)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        subprocess.run([sys.executable, *launch, __file__, folder], check=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Commands of train.py, one after another in processes that torchrun started: the imports are paid for once.
+"""Commands of train.py, one after another in processes that torchrun started: the imports are paid
+for once.
 
-torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"arguments": […]}. Optional keys:
-sigterm: rank 0 gets a SIGTERM at this update;
-largest_shard: bytes; a sharded checkpoint that writes more to one file finds the disk full.
-
-Beside FILE, `code-N-RANK` and `output-N-RANK` hold the exit code and the output of command N.
+torchrun --nproc-per-node 2 tests/ranks.py FILE, which holds a list of {"arguments": […]}. Beside
+FILE, `code-N-RANK` and `output-N-RANK` hold the exit code and the output of command N.
 """
 
 import json
@@ -17,32 +15,56 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train
-from topr.callbacks import Monitor
-
-on_after_backward, save = Monitor.on_after_backward, dcp.save
 
 
-def run(arguments: list, sigterm: int | None = None, largest_shard: int | None = None) -> int:
-    """The exit code of one command."""
+class Stop(Callback):
+    """Sends SIGTERM to rank 0 in the update of this number."""
 
-    def interrupted(self, trainer, module) -> None:
-        if trainer.global_step == sigterm and trainer.is_global_zero:
+    def __init__(self, update: int):
+        self.update = update
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step + 1 == self.update and trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGTERM)
-        on_after_backward(self, trainer, module)
 
-    def limited(*given, **more) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_shard, resource.RLIM_INFINITY))
-        try:
-            save(*given, **more)
-        finally:
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            )
 
-    Monitor.on_after_backward, dcp.save = interrupted, limited if largest_shard else save
+class SmallDisk(Callback):
+    """From the start of training to its error no file grows beyond a size."""
+
+    def on_train_start(self, trainer, pl_module):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, resource.RLIM_INFINITY))
+
+    def on_exception(self, trainer, pl_module, exception):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class CountReductions(Callback):
+    """Prints how often DDP reduced gradients, in how many updates of how many micro-batches."""
+
+    def __init__(self):
+        self.counts = [0, 0, 0]
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.model.register_comm_hook(None, self.reduce)
+
+    def reduce(self, state, bucket):
+        self.counts[0] += 1
+        return allreduce_hook(state, bucket)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.counts[1] += 1
+        self.counts[2] += len(batch.micro_batches)
+
+    def on_train_end(self, trainer, pl_module):
+        print("reductions, updates, micro-batches:", self.counts)
+
+
+def run(arguments: list) -> int:
+    """The exit code of one command."""
     sys.argv = ["train.py", *map(str, arguments)]
     try:
         train.main()
@@ -52,7 +74,8 @@ def run(arguments: list, sigterm: int | None = None, largest_shard: int | None =
 
 
 def main() -> None:
-    file, rank = Path(sys.argv[1]), os.environ["RANK"]
+    file = Path(sys.argv[1])
+    rank = os.environ["RANK"]
     for number, command in enumerate(json.loads(file.read_text())):
         output = os.open(file.with_name(f"output-{number}-{rank}"), os.O_WRONLY | os.O_CREAT)
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -61,7 +84,8 @@ def main() -> None:
         code = run(**command)
         sys.stdout.flush()
         file.with_name(f"code-{number}-{rank}").write_text(str(code))
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
     os._exit(0)
 
 

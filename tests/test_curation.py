@@ -144,8 +144,7 @@ def test_kept_rows_do_not_change_and_the_metadata_says_how_they_were_chosen(tmp_
     metadata, before = read_metadata(tmp_path / "kept.parquet"), read_metadata(files[0])
     assert metadata == before | {"sampling": before["sampling"] | {"curation": done}}
     assert (done["way"], done["budget"], done["seed"]) == ("anna_karenina", 2, 0)
-    sizes = list(Counter(group).values())
-    assert done["before"]["group_sizes"] == [min(sizes), np.median(sizes), max(sizes)]
+    assert done["before"]["groups"] == len(set(group))
     assert done["before"]["positive_share"] == np.mean(reward > 0)
     assert done["after"]["trajectories"] == len(kept)
 
@@ -179,8 +178,6 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
     rough = merged({}, {"precision": "bf16-mixed"})
     assert rough["policy"] is rough["precision"] is None
     assert merged({}, {"policy": "another"})["precision"] is None
-    # a file without a tokenizer is trained on with any
-    assert merged({}, {"tokenizer": None})["tokenizer"] == same["tokenizer"]
     with pytest.raises(InputError, match="different tokenizers"):
         merged({}, {}, {"tokenizer": "another"})
 
@@ -208,7 +205,6 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
         ("uniform", *files): "uniform takes --budget alone",
         ("anna_karenina", *files, "--budget=2", "--total=3"): "takes --budget alone",
         ("share", *files): "share takes --share and perhaps --total",
-        ("share", *files, "--share=.1", "--budget=2"): "share takes --share",
         ("share", *files, "--share=1"): "OpenUnitInterval",
         ("share", *files, "--share=.5", "--total=40"): "share 0.5 would take",
         ("uniform", *files, files[0], "--budget=2"): "twice",

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import evaluate
 from topr.evaluation import per_problem, summarise
 from topr.evaluation.pipeline import read_parts
 from topr.evaluation.report import cell, draw, table
-from topr.policy import load_policy
+from topr.sampling import Sampling
 from topr.tasks import Grade, Task
 from topr.trajectories import read_metadata, read_trajectories
 
@@ -25,7 +24,10 @@ SHARE = {"mean": 0.25, "interval": [0.125, 0.5]}
 
 
 class Parity(Task):
-    """Right are responses of an even number of characters, leniently those of two at least."""
+    """Right are responses of an even number of characters, leniently those of two at least. What
+    stands behind a stop text is not graded."""
+
+    sampling = Sampling(top_k=0, stop=["1", "2", "3"])
 
     def grade(self, response, gold):
         return Grade(1.0 if len(response) % 2 == 0 else -1.0, True, str(len(response)))
@@ -84,7 +86,7 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     first, _ = command("first")
     second, _ = command("second", policies=[other])
     both, output = command("both", policies=[policy, other])
-    difference = both.pop("difference")
+    difference = both.pop("difference_to_first")
     assert both == second  # the same seed, the same responses
     values = []
     for name in ("second", "first"):
@@ -92,7 +94,7 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     paired = {name: values[0][name] - values[1][name] for name in values[0]}
     assert difference == summarise(paired)
     assert difference["length"]["mean"] != 0
-    assert f"Difference to {policy}, paired by problem" in output
+    assert "Difference to first, paired by problem" in output
     assert cell(difference["length"], 1, "+") in output
 
 
@@ -108,7 +110,7 @@ def test_a_killed_evaluation_resumes_and_a_second_one_samples_nothing(command):
     before = (first.stat().st_mtime_ns, second.stat().st_mtime_ns)
     assert command("out")[0] == whole
     assert (first.stat().st_mtime_ns, second.stat().st_mtime_ns) == before
-    command("out", "--temperature", 0.5)  # other responses lie beside them
+    command("out", "--seed", 5)  # other responses lie beside them
     assert len(list(out.glob("responses/*/*.parquet"))) == 4
 
 
@@ -126,11 +128,10 @@ def test_a_verifier_weighs_the_votes(command):
     assert row["weighted@4"] == expected["weighted@4"] != row["maj@4"]
 
 
-def test_the_lenient_score_grades_what_stands_before_a_stop_text(run, policy, problems):
+def test_the_lenient_score_is_of_the_second_grade(run, policy, problems):
     benchmark = f"test_evaluate.Parity={problems}"
     given = ["--policy", policy, "--benchmark", benchmark, "--samples", 4, "--out", "out"]
-    more = ["--max-new-tokens", 4, "--stop", "1", "2", "3"]
-    assert run(evaluate.main, *given, *more)[0] == 0
+    assert run(evaluate.main, *given, "--max-new-tokens", 4)[0] == 0
     rows = read_trajectories(run.folder / "out" / "responses.parquet")
     expected = np.mean([len(re.split("[123]", row.response)[0]) >= 2 for row in rows])
     results = json.loads((run.folder / "out" / "results.json").read_text())
@@ -152,14 +153,13 @@ def test_greedy_takes_the_likeliest_token_once(command):
     ("arguments", "words"),
     [
         (["--policy", "nowhere"], "neither a folder nor a model"),
-        (["--policy", "POLICY", "POLICY"], "twice"),
         (["--benchmark", "algebra"], "'algebra' is unknown"),
         (["--benchmark", "test_evaluate.Parity"], "has no problems of its own"),
         (["--benchmark", "arithmetic=nowhere.jsonl"], "nowhere.jsonl"),
         (["--verifier", "nowhere"], "neither a folder nor a model"),
         (["--samples", "0"], "samples"),
         (["--k", "5"], "--k 5 is more than the --samples 4"),
-        (["--temperature", "-1"], "temperature"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
         (["--max-new-tokens", "90"], "exceed the policy's context"),
         (["--sample", "4"], "--sample"),
     ],
@@ -172,20 +172,6 @@ def test_wrong_arguments_are_found_before_sampling(run, policy, problems, argume
     for name, values in given.items():
         flat += [name, *(str(policy) if value == "POLICY" else value for value in values)]
     rejected(run, words, *flat, main=evaluate.main)
-
-
-def test_one_policy_at_a_time_is_in_memory(command, policy, monkeypatch):
-    seen = []
-
-    def load(name):
-        assert all(reference() is None for reference in seen)
-        loaded = load_policy(name)
-        seen.append(weakref.ref(loaded))
-        return loaded
-
-    monkeypatch.setattr(evaluate, "load_policy", load)
-    command("out", policies=(policy, make_policy(command.folder / "other", seed=1)))
-    assert len(seen) == 2
 
 
 def test_a_metric_that_one_row_lacks_leaves_its_cell_empty():
@@ -201,19 +187,17 @@ def test_a_figure_shows_all_intervals_of_each_share(tmp_path, monkeypatch):
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
     high = {"mean": 0.8, "interval": [0.7, 0.9]}
-    first = {"1": {"pass@1": SHARE, "length": SHARE, "n": 3}, "2": {"pass@1": high}}
+    rows = {"p": {"pass@1": SHARE, "length": SHARE, "n": 3}, "q": {"ungraded": high}}
+    rows["r"] = {"pass@1": high}
     with pytest.raises(FileNotFoundError):  # nothing was written
-        draw(tmp_path / "a.png", {"p": first, "q": {"1": {"ungraded": high}}}, "rate")
+        draw(tmp_path / "a.png", rows)
     panels = figures[0].axes
     assert [panel.get_title() for panel in panels] == ["pass@1", "ungraded"]
-    for panel in panels:
-        assert panel.get_ylim()[0] == 0 and panel.get_ylim()[1] >= 90
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["p", "q", "r"]
     line, (low_caps, high_caps), _ = panels[0].containers[0]
-    np.testing.assert_allclose(line.get_ydata(), [25, 80])
-    np.testing.assert_allclose(low_caps.get_ydata(), [12.5, 70])
-    np.testing.assert_allclose(high_caps.get_ydata(), [50, 90])
-    legend = figures[0].legends[0].get_texts()
-    assert [text.get_text() for text in legend] == ["p", "q"]
+    np.testing.assert_allclose(line.get_xydata(), [[25, 0], [80, 2]])
+    np.testing.assert_allclose(low_caps.get_xdata(), [12.5, 70])
+    np.testing.assert_allclose(high_caps.get_xdata(), [50, 90])
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from conftest import clear_caches, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from topr.policy import Policy, export_policy, load_policy, load_tokenizer, policy_fingerprint
+from topr.identity import policy_hash
+from topr.policy import Policy, export_policy, load_policy, load_tokenizer
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
 
@@ -96,10 +97,6 @@ CASES = {
         [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
         [([SYSTEM, ASK], "4", -0.5)],
     ),
-    "turns before the prompt": (
-        [{"prompt": [ASK, WRONG, ASK], "response": "4", "reward": 1}],
-        [([ASK, WRONG, ASK], "4", 1)],
-    ),
     "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
     "TRL paired": (
         [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
@@ -133,25 +130,10 @@ CASES = {
         [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
         [("2+2=", "4", 1)],
     ),
-    "verl validation": (
-        [
-            {
-                "input": "2+2=",
-                "output": "4",
-                "gts": None,
-                "score": -1.0,
-                "step": 3,
-                "reward": 7.0,
-                "acc": False,
-            }
-        ],
-        [("2+2=", "4", -1)],
-    ),
     "OpenRLHF": ([{"input": "2+2=", "output": "4", "reward": -1.25}], [("2+2=", "4", -1.25)]),
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
     rows, expected = CASES[case]
@@ -170,25 +152,14 @@ def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
 
 
-DIALOGUES = [  # the prompt that TRL's extract_prompt finds; what it leaves of both dialogues
-    ("\n\nHuman: 2+2?\n\nAssistant:", " 4", " five"),
-    ("\n\nHuman: 2+2?\n\nAssistant: the an", "swer", "ts"),  # inside a word
-    ("\n\nHuman: 2+2?\n\nAssistant: ", " 4", " five"),  # of two spaces, one
-    ("\n\nHuman: 2+2?\n\nAssistant: fou", "r", "r, not five"),  # one continues the other
-    ("\n\nHuman: 2+2?\n\nAssistant:", " ", " four"),  # a blank response
-    ("\n\nHuman: 2+2?\n\nAssistant", ": 4", ":"),  # no response
-    ("\n\nHuman: 2+", "2?\n\nAssistant: 4", "3?\n\nAssistant: 5"),  # different questions
-]
-
-
-def test_dialogues_are_split_where_trl_splits_them(run, chat):
-    rows = [{"chosen": prompt + good, "rejected": prompt + bad} for prompt, good, bad in DIALOGUES]
-    trajectories, _ = imported(run, chat, rows)
-    expected = [(prompt, response) for prompt, *responses in DIALOGUES for response in responses]
-    assert [(t.prompt, t.response) for t in trajectories] == expected
-    assert [t.reward for t in trajectories] == [1, -1] * len(rows)
-    tokenizer = load_tokenizer(str(chat))
-    assert all(t.prompt_ids == expected_ids(tokenizer, t.prompt) for t in trajectories)
+def test_equal_responses_are_left_out(run, chat):
+    rows = [
+        {"prompt": "2", "chosen": "4", "rejected": "4"},
+        {"prompt": "2", "chosen": "4", "rejected": "5"},
+    ]
+    with pytest.warns(UserWarning, match="pairs of equal responses are left out"):
+        trajectories, _ = imported(run, chat, rows)
+    assert [t.response for t in trajectories] == ["4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -238,12 +209,12 @@ def test_optional_keys_are_kept(run, tmp_path, policy):
         },
     ]
     (first, second, third), out = imported(run, policy, rows)
-    assert "3 of 2 prompts" in out
+    assert "groups         2" in out
     assert first.prompt_id == first.group == second.prompt_id == second.group
     assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
     assert (first.answer, first.gold, first.valid) == ("3", "3", True)
     assert (second.answer, second.gold, second.valid, third.valid) == (None, None, False, None)
-    assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_fingerprint(str(policy))
+    assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_hash(str(policy))
 
 
 @pytest.mark.parametrize(
@@ -278,29 +249,12 @@ def test_the_precision_of_training_can_score(run, tmp_path, policy):
     assert rough.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_a_dump_loses_is_warned_about(run, chat):
-    for case, words in {
-        "verl": "dumps do not mark responses that were cut off",
-        "verl validation": "unknown keys are ignored: acc, reward, step",
-    }.items():
-        with pytest.warns(UserWarning, match=words):
-            (t,), _ = imported(run, chat, CASES[case][0])
-        assert t.gold == ("4" if case == "verl" else None)
-
-
-def test_good_files_cause_no_warning(run, chat, recwarn):
-    for case in ("text", "conversation", "TRL implicit prompt", "TRL implicit prompt, text"):
-        imported(run, chat, CASES[case][0])
-    assert not [str(warning.message) for warning in recwarn if warning.category is UserWarning]
-
-
 def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     # 64 tokens with the end
     rows = [{"prompt": "1>", "response": "1" * length, "reward": 1} for length in (61, 62, 3)]
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
-    assert "left out as too long: 1" in out and "trajectories  2 of 1 prompts" in out
+    assert "left out as too long: 1" in out
     trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
     assert [t.response for t in trajectories] == ["111"]
     arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
@@ -392,32 +346,27 @@ def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, ch
 
 PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
 PAIR = {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]}
-DIALOGUE = {"chosen": "2+2=4", "rejected": "2+2=five"}
 LABEL = {"prompt": "1", "completion": "2", "label": True}
 MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "row 2: found the keys prompt, response; expected"),
-    "prompt": (PLAIN, {"prompt": 1}, "row 2: key 'prompt' holds 1, expected chat messages"),
-    "response": (PLAIN, {"response": 2}, "key 'response' holds 2, expected chat messages"),
-    "no message": (CHAT, {"messages": []}, "key 'messages' holds [], expected chat messages"),
-    "no prompt": (CHAT, {"messages": [SAY]}, "key 'messages' holds [], expected chat messages"),
-    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in an assistant message"),
-    "two answers": (PLAIN, {"prompt": [ASK, SAY]}, "the prompt must not end in an assistant"),
-    "two prompts": (PLAIN, {"prompt": [ASK], "response": [ASK, SAY]}, "must be one message"),
-    "role": (CHAT, {"messages": [ASK | {"role": "human"}, SAY]}, "a role of system, "),
-    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "expected chat messages with"),
+    "prompt": (PLAIN, {"prompt": 1}, "row 2: found 1, expected chat messages"),
+    "response": (PLAIN, {"response": 2}, "found 2, expected chat messages"),
+    "no message": (CHAT, {"messages": []}, "found [], expected chat messages"),
+    "no prompt": (CHAT, {"messages": [SAY]}, "found None, expected chat messages"),
+    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in one answer"),
+    "two prompts": (PLAIN, {"prompt": [ASK], "response": [ASK, SAY]}, "must end in one answer"),
+    "role": (CHAT, {"messages": [{"from": "human", "value": "1"}, SAY]}, "with role and content"),
+    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "with role and content"),
     "other prompts": (PAIR, {"rejected": [USER, WRONG]}, "must differ in their last message"),
-    "no common prompt": (DIALOGUE, {"rejected": "five"}, "no common beginning; give the key"),
-    "text and messages": (DIALOGUE, {"rejected": [ASK, WRONG]}, "key 'chosen' holds '2+2=4'"),
-    "reward": (PLAIN, {"reward": "1"}, "holds '1', expected a boolean or a number up to 1000000"),
+    "reward": (PLAIN, {"reward": "1"}, "key 'reward' holds '1', expected a number"),
     "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
-    "label": (LABEL, {"label": 0}, "key 'label' holds 0, expected a boolean"),
+    "label": (LABEL, {"label": 0}, "key 'label' holds 0, expected true"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
     "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
     "gold": (PLAIN, {"gold": [3]}, "row 2: key 'gold' holds [3], expected str or int or float"),
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_entry_is_named(run, chat, name):
     good, changes, words = MALFORMED[name]
@@ -426,7 +375,6 @@ def test_a_malformed_entry_is_named(run, chat, name):
     rejected(run, words, "import", "bad.jsonl", f"--policy={chat}", "--out=o/a.parquet", main=main)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_corrected_entries_are_imported(run, chat):
     good = [entry for entry, _, _ in MALFORMED.values()]
     assert len(imported(run, chat, good)[0]) == len(good) + sum("chosen" in entry for entry in good)

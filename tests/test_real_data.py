@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHARED
-from data.arithmetic.imitation import imitate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train
+from data.arithmetic.imitation import imitate
 from topr.policy import Policy, encode_prompt, export_policy
 from topr.tasks import GSM8K
 from topr.trajectories import read_trajectories
@@ -88,7 +88,7 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
     command = ["import", "solutions.jsonl", "--policy", tmp_path / "base", "--out", "gsm8k.parquet"]
     code, out, err = run(trajectories_main, *command)
     assert code == 0, err
-    assert "240 of 60 prompts" in out
+    assert "trajectories   240" in out
     trajectories = read_trajectories(tmp_path / "gsm8k.parquet")
     for row, t in zip(rows, trajectories, strict=True):
         assert tokenizer.decode(t.response_ids[:-1]) == row["response"] and t.finished

@@ -140,7 +140,7 @@ def fitted(experiment, run, seed):
     Iterations and verifiers improve.
     """
     if experiment == "verify":
-        before = {name: 0.5 for name in ("maj@4", "weighted@4", "maj@8", "weighted@8")}
+        before = dict.fromkeys(["maj@4", "weighted@4", "maj@8", "weighted@8"], 0.5)
         before |= {"accuracy": 0.5, "invalid": 0.2 + 0.01 * seed}
         return {"before": before, "after": before | {"accuracy": 0.7, "weighted@8": 0.6}}
     if experiment == "iterate":

@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, write
-from data.arithmetic.problems import Errors, Setting, demonstration, draw, split_of
 
 import evaluate
 import train
 from data.arithmetic.make import make_base
+from data.arithmetic.problems import Errors, Setting, demonstration, draw, split_of
 from topr.io import InputError
 from topr.tasks import Arithmetic, Grade
 from topr.trajectories import read_trajectories
@@ -55,7 +55,7 @@ def test_a_task_has_no_lenient_rule_unless_it_defines_one():
     ("rows", "words"),
     [
         (['{"prompt": "1+1>"}'], "row 1: key 'gold'"),
-        (['{"id": "a", "prompt": "1+1>", "gold": "2"}'] * 2, "have the id 'a'; make ids unique"),
+        (['{"id": "a", "prompt": "1+1>", "gold": "2"}'] * 2, "have the same id; make ids unique"),
     ],
 )
 def test_malformed_problems_are_refused(tmp_path, rows, words):

@@ -1,11 +1,8 @@
 """Verifiers judge candidate solutions: problems from trajectories, verdicts, weights."""
 
-import json
-
 import pytest
 from conftest import ROOT, make_trajectories, write
 
-import evaluate
 from topr.io import InputError
 from topr.policy import encode_prompt, load_tokenizer
 from topr.tasks import GSM8K, Arithmetic, ArithmeticVerifier, Verifier
@@ -38,7 +35,7 @@ def test_the_last_verdict_counts(text, expected):
 def test_problems_are_balanced_trajectories_always_the_same(tmp_path, policy):
     rows = make_trajectories(policy, count=23)
     path = write(tmp_path / "a.parquet", policy, rows)
-    everything = Verifier(balance=False).problems(path)
+    everything = Verifier().candidates(rows)
     assert [p.solution for p in everything] == [row.response for row in rows]
     assert [p.gold == "correct" for p in everything] == [row.reward > 0 for row in rows]
     assert len({p.id for p in everything}) == 23
@@ -91,20 +88,6 @@ def test_the_embedded_verifier_judges_every_step():
     assert task.grade("10#0", "1") == Grade(-1.0, True, "0")
     for response in ("11", "11#1#1", "2#1"):
         assert task.grade(response, "1") == INVALID
-
-
-def test_evaluate_weighs_votes_by_a_verifier(run):
-    data = ROOT / "data" / "arithmetic"
-    problems = (data / "test.jsonl").read_text().splitlines(True)[:12]
-    (run.folder / "few.jsonl").write_text("".join(problems))
-    code, out, err = run(
-        evaluate.main, "--policy", data / "base", "--benchmark", "arithmetic=few.jsonl",
-        "--samples", 4, "--verifier", data / "verifier" / "base", "--critiques", 2, "--out", "out",
-    )  # fmt: skip
-    assert code == 0, err
-    results = json.loads((run.folder / "out" / "results.json").read_text())
-    row = results[str(data / "base")]["arithmetic"]
-    assert 0 <= row["weighted@4"]["mean"] <= 1 and "weighted@4" in out
 
 
 @pytest.mark.parametrize(("split", "problems"), [("val", 200), ("test", 300)])

@@ -1,9 +1,8 @@
-"""The folder of a run, runs/<name>/version_N, whatever the logger; and how a run is resumed."""
+"""The folder of a run, runs/NAME/version_N, whatever the logger; and how a run is resumed."""
 
 import csv
 import re
 import sys
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,137 +37,113 @@ class Run:
     """A run's folder, decided before any logger exists.
 
     Args:
-        root: of all versions of the run's name.
+        root: folder of all versions of the run's name.
         version: number of this one.
-        done: updates before the checkpoint that it resumes.
+        updates: made before the checkpoint that it resumes.
     """
 
     root: Path
     version: int
-    done: int = 0
+    updates: int = 0
 
     @property
     def folder(self) -> Path:
         return self.root / f"version_{self.version}"
 
-    @staticmethod
-    def of(config: Any) -> "Run":
-        """A new run of this configuration, named by its logger, else by its first config file. With
-        an overlay configs/loss/X.yaml it is called NAME-X, unless the command line names it."""
-        save_dir = "runs"
-        name = None
-        for logger in loggers_of(config.trainer):
-            arguments = logger.get("init_args", {})
-            if is_folder_logger(logger):
-                save_dir = arguments.get("save_dir") or save_dir
-            if name in UNNAMED:
-                name = arguments.get("name")
-        files = [Path(path) for path in config.config or [] if path]  # None: YAML, not a file
-        if name in UNNAMED:
-            name = files[0].stem if files else "policy"
-        overlays = [path.stem for path in files if path.parent.name == "loss"]
-        named_here = re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv))
-        if overlays and not named_here:
-            name = f"{name}-{overlays[-1]}"
-        check_folder("trainer.logger.init_args.save_dir", save_dir)
-        root = Path(save_dir, name)
-        return Run(root, 1 + max(versions(root), default=-1))
-
-    def resume(self) -> tuple[Path | None, int]:
-        """Become the run of the newest complete checkpoint of this name, if there is one; returns
-        it, and the updates before it. Without one, a run that was killed before its first
-        checkpoint starts again in its own folder."""
-        checkpoint, self.done = newest(self.root)
+    def resume(self) -> Path | None:
+        """Become the run of the newest complete checkpoint of this name, and return it. Without
+        one, a run that was killed before its first checkpoint starts again in its own folder."""
+        checkpoint, self.updates = newest(self.root)
         if checkpoint is not None:
-            self.version = int(checkpoint.parent.parent.name.removeprefix("version_"))
-            return checkpoint, self.done
-        unfinished = [
-            number
-            for number in versions(self.root)
-            if not (self.root / f"version_{number}" / "summary.json").exists()
-        ]
-        self.version = max(unfinished, default=self.version)
-        return None, 0
-
-    def nothing_to_resume(self) -> str:
-        return f"no complete checkpoint under {self.root}: starting afresh"
+            self.version = number_of(checkpoint.parent.parent)
+            return checkpoint
+        for version in versions(self.root):
+            if not (self.root / f"version_{version}" / "summary.json").exists():
+                self.version = version
+        return None
 
     def hand_out(self, trainer: Any) -> None:
         """Make every logger of a trainer's configuration write to this folder."""
         trainer.default_root_dir = str(self.folder)
-        before = loggers_of(self.earlier_config().get("trainer", {}))
-        for number, logger in enumerate(loggers_of(trainer)):
+        for logger in loggers_of(trainer):
+            kind = logger.class_path.rpartition(".")[2]
             arguments = logger.init_args
-            if is_folder_logger(logger):
+            if kind in FOLDER_LOGGERS:
                 arguments.save_dir = str(self.root.parent)
                 arguments.name = self.root.name
                 arguments.version = self.version
             elif "save_dir" in arguments:
                 arguments.save_dir = str(self.folder)
-            if logger.class_path.endswith("TensorBoardLogger") and self.done:
-                # TensorBoard drops what was logged after the checkpoint
-                logger.dict_kwargs = {"purge_step": self.done}
-            if logger.class_path.endswith("WandbLogger") and not arguments.version:
-                known = before[number]["init_args"]["version"] if number < len(before) else None
-                arguments.version = known or uuid.uuid4().hex[:8]
+            if kind == "TensorBoardLogger":
+                # it drops what was logged after the checkpoint
+                logger.dict_kwargs = {"purge_step": self.updates}
+            for earlier in sorted(self.folder.glob("wandb/*run-*")):  # named run-DATE-ID
+                if kind == "WandbLogger":
+                    arguments.version = earlier.name.rpartition("-")[2]
 
-    def earlier_config(self) -> dict[str, Any]:
-        """config.yaml of the run that is resumed; empty if it was killed before it wrote that."""
-        path = self.folder / "config.yaml"
-        return yaml.safe_load(path.read_text()) if path.is_file() else {}
-
-    def keep_logged(self, loggers: list[Any]) -> None:
-        """Keep the rows that a CSVLogger wrote before the checkpoint: it would begin a new file."""
+    def keep_rows(self, loggers: list[Any]) -> None:
+        """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
+        file."""
         for logger in loggers:
-            if not isinstance(logger, CSVLogger):
-                continue
-            path = Path(logger.log_dir, "metrics.csv")
-            if not path.is_file() or not self.done:
-                continue
-            with path.open() as file:
-                rows = [row for row in csv.DictReader(file) if int(row["step"]) < self.done]
-            kept = []
-            for row in rows:
-                kept.append({name: float(value) for name, value in row.items() if value})
-                kept[-1]["step"] = int(row["step"])
-            logger.experiment.metrics = kept
+            file = self.folder / "metrics.csv"
+            if isinstance(logger, CSVLogger) and file.exists():
+                rows = list(csv.DictReader(file.read_text().splitlines()))
+                kept = [row for row in rows if int(row["step"]) < self.updates]
+                logger.experiment.metrics = kept
+                logger.save()
+
+    def check_unchanged(self, config: str) -> None:
+        """Raise an InputError if this configuration, as YAML, is not that of the run's folder."""
+        path = self.folder / "config.yaml"
+        if not path.is_file():  # killed before it was written
+            return
+        before = yaml.safe_load(path.read_text())
+        now = yaml.safe_load(config)
+        for key in DECISIVE:
+            if setting(before, key) != setting(now, key):
+                message = f"{self.folder} is a run with another {key} (see its config.yaml)"
+                remedy = "restore it, or set another trainer.logger.init_args.name"
+                raise InputError(f"{message}; {remedy}")
+
+
+def setting(config: dict[str, Any], key: str) -> Any:
+    """The value of a key such as model.loss."""
+    section, _, name = key.rpartition(".")
+    return config.get(section, config)[name]
+
+
+def new_run(config: Any) -> Run:
+    """The next run of a configuration. Its logger names it, else its first config file. With an
+    overlay configs/loss/X.yaml it is called NAME-X, unless the command line names it."""
+    save_dir = config.trainer.default_root_dir or "runs"
+    files = [Path(path) for path in config.config or [] if path]  # None: YAML, not a file
+    names = [path.stem for path in files] + ["policy"]
+    for logger in reversed(loggers_of(config.trainer)):
+        if logger.class_path.endswith(FOLDER_LOGGERS):
+            save_dir = logger.init_args.save_dir
+        if logger.init_args.get("name") not in UNNAMED:
+            names.insert(0, logger.init_args.name)
+    name = names[0]
+    overlays = [path.stem for path in files if path.parent.name == "loss"]
+    if overlays and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv)):
+        name = f"{name}-{overlays[-1]}"
+    check_folder("trainer.logger.init_args.save_dir", save_dir)
+    root = Path(save_dir, name)
+    return Run(root, max(versions(root), default=-1) + 1)
 
 
 def loggers_of(trainer: Any) -> list[Any]:
-    """The configurations of the loggers of a trainer's."""
-    logger = trainer.get("logger")
-    if not logger or logger is True:
-        return []
-    return logger if isinstance(logger, list) else [logger]
-
-
-def is_folder_logger(logger: Any) -> bool:
-    return logger["class_path"].endswith(FOLDER_LOGGERS)
+    """The configurations of a trainer's loggers."""
+    found = trainer.get("logger") or []
+    if not isinstance(found, list):
+        found = [found]
+    return [logger for logger in found if "init_args" in logger]
 
 
 def versions(root: Path) -> list[int]:
-    """The numbers of the runs under a name."""
-    names = [path.name.removeprefix("version_") for path in root.glob("version_*")]
-    return [int(name) for name in names if name.isdigit()]
+    """The numbers of the runs under a name, in ascending order."""
+    return sorted(number_of(path) for path in root.glob("version_*") if path.name[8:].isdigit())
 
 
-def check_same_run(run: Run, config: str) -> None:
-    """Raise an InputError if a resumed run would be another one than before.
-
-    Args:
-        config: the present configuration, as YAML.
-    """
-    before = run.earlier_config()
-    now = yaml.safe_load(config)
-    for key in DECISIVE:
-        if before and lookup(before, key) != lookup(now, key):
-            message = f"{run.folder} is a run with another {key} (see its config.yaml)"
-            raise InputError(f"{message}; restore it, or set another trainer.logger.init_args.name")
-
-
-def lookup(config: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = (value or {}).get(part)
-    return value
+def number_of(version: Path) -> int:
+    return int(version.name.removeprefix("version_"))

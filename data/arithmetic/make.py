@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -129,7 +130,7 @@ def write_responses(
 
 def main() -> None:
     torch.set_num_threads(1)  # fast enough for this size, and the same bits everywhere
-    commands = {"base": make_base, "verifier": make_verifier}
+    commands: dict[str, Any] = {"base": make_base, "verifier": make_verifier}
     with command():
         auto_cli(commands, as_positional=False, parser_class=ArgumentParser)
 

@@ -41,7 +41,6 @@ MAINS = {
     "-m": trajectories.main,
 }
 # Processes are forked from one that has imported this module: imports would take 7 s of each.
-os.environ["PYTHONPATH"] = str(ROOT)
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["data.claims.commands"])
 
@@ -92,9 +91,9 @@ def start(folder: Path, words: list[str]) -> None:
     process = FORKS.Process(target=perform, args=(words, partial))
     process.start()
     process.join()
-    output = (partial / "output.txt").read_text()
-    if process.exitcode and "is NaN or infinite" not in output:
-        raise InputError(f"{shlex.join(words[:3])} … failed; see {partial / 'output.txt'}")
+    output = partial / "output.txt"
+    if process.exitcode and "is NaN or infinite" not in output.read_text():
+        raise InputError(f"{shlex.join(words[:3])} … failed; see {output}")
     partial.rename(folder)
 
 
@@ -121,6 +120,6 @@ def inputs_hash(root: Path) -> str:
     digest = hashlib.sha256(f"{version('torch')} {version('transformers')}".encode())
     for name in INPUTS:
         for path in sorted([root / name, *(root / name).rglob("*")]):
-            if path.is_file() and "__pycache__" not in path.parts:
+            if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,24 +1,28 @@
-"""The experiments of one seed: base policies, trainings, iterations, verifiers."""
+"""The experiments of one seed: trainings, iterations, verifiers."""
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
+import yaml
 
 from data.claims.commands import ROOT, Commands
 from topr.evaluation import per_problem, read_parts
 from topr.io import write_text
 
+SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+LOSSES = SETTINGS["losses"] | SETTINGS["clipped"]
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # of a policy without valid responses
+DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 BUDGET = 8  # responses to a problem that an iteration trains on
-VALIDATIONS = ["val/pass@1", "val/invalid"]
+ITERATIONS = {"val": 2, "test": 4}
+VERIFIER = "configs/arithmetic_verifier.yaml"
+Scores = dict[str, Any]  # by metric
+Rows = dict[str, Scores]  # by label; braces stand for the label of the run
 
 
-@dataclass
 class Experiment:
     """The experiments of a seed, which decides base policy, problems, order and sampling.
 
@@ -26,123 +30,124 @@ class Experiment:
     measured; `samples`, the responses to each of them.
     """
 
-    commands: Commands
-    setting: dict[str, Any]
-    seed: int
-
-    @cached_property
-    def base(self) -> Path:
-        """Folder with the base policy, its problems and trajectories."""
-        if self.setting["base"] is None:
-            return ROOT / "data/arithmetic"
-        return self.commands.run("base", *self.setting["base"], seed=self.seed)
+    def __init__(self, commands: Commands, setting: dict[str, Any], seed: int):
+        self.commands = commands
+        self.setting = setting
+        self.seed = seed
+        self.base = ROOT / "data/arithmetic"
+        if setting["base"] is not None:
+            self.base = commands.run("base", *setting["base"], seed=seed)
 
     def train(
         self,
         split: str,
         samples: int,
-        loss: list[str] | None = None,
-        rate: float = 0.0,
-        curation: list[str] | None = None,
-        points: int = 0,
-        epochs: int = 1,
-    ) -> dict[str, Any]:
+        rate: float,
+        loss: str = "",
+        more: str = "",
+        curation: str = "",
+        points: str = "",
+        epochs: str = "1",
+    ) -> Rows:
         """Train the base policy, and measure the end.
 
         Args:
-            loss: arguments of fit; by default nothing is trained
+            loss: of settings.yaml; without one nothing is trained
+            more: other arguments of fit
             curation: arguments of curate, which selects the data
-            points: validations of an epoch, beside one before and one after training
+            points: validations of an epoch, beside one before and one after training; only with
+                the split `test`
         """
         policy = self.base / "base"
-        if loss is None:
-            return {"result": self.measure(policy, split, samples)}
+        if not loss:
+            return {"{}": self.measure(policy, split, samples)}
         data = self.base / "train.parquet"
+        if self.setting["budget"] and not curation:
+            curation = f"uniform --budget={self.setting['budget']}"
         if curation:
-            data = self.curate(data, *curation)
-        more = [*loss, f"--trainer.max_epochs={epochs}"]
-        if points:
-            more += [f"--data.val={self.base}/val.jsonl"]
-            more += [f"--trainer.val_check_interval={1 / points}"]
-        run, metrics = self.fit(policy, data, rate, *more)
-        updates = int(metrics["train/loss"].count())
-        if points:
-            end = self.measure(run / "policy", "val", 2).mean()
-            metrics.loc[len(metrics), VALIDATIONS] = end["pass@1"], end["invalid"]
-        return {
-            "result": self.measure(run / "policy", split, samples),
-            "metrics": metrics,
-            "positive_share": positive_share(data),
-            "updates": updates,
-            "CPU seconds": self.commands.cpu_s[run.parents[1].name],
-        }
+            data = self.curate(data, *curation.split())
+        arguments = [*LOSSES[loss].split(), *more.split(), f"--trainer.max_epochs={epochs}"]
+        validates = bool(points) and split == "test"
+        if validates:
+            arguments += [f"--data.val={self.base}/val.jsonl"]
+            arguments += [f"--trainer.val_check_interval={1 / int(points)}"]
+        policy, metrics = self.fit(policy, data, rate, *arguments)
+        scores = self.measure(policy, split, samples)
+        scores["updates"] = metrics["train/loss"].count()
+        scores["CPU seconds"] = self.commands.cpu_s[policy.parents[2].name]
+        if loss.startswith("PPO"):
+            scores["without gradient"] = without_gradient(metrics, positive_share(data))
+        if validates:
+            end = self.measure(policy, "val", 2)
+            for name in ("pass@1", "invalid"):
+                scores[f"val/{name}"] = [*metrics[f"val/{name}"].dropna(), end[name]]
+        return {"{}": scores}
 
-    def iterate(
-        self, split: str, samples: int, way: str, rate: float, count: int
-    ) -> dict[str, Any]:
-        """Sample, curate and train `count` times, each time from the newest policy.
+    def iterate(self, split: str, samples: int, rate: float, way: str) -> Rows:
+        """Sample, curate and train several times, each time from the newest policy.
 
         Of a pool of responses to each problem it keeps 8; if `way` is uniform, no more are sampled.
         Every policy is measured.
         """
-        problems = self.first_problems(self.setting["prompts"])
+        lines = (self.base / "train.jsonl").read_text().splitlines(keepends=True)
+        problems = self.commands.cache / f"{self.base.name}-{self.setting['prompts']}.jsonl"
+        write_text(problems, "".join(lines[: self.setting["prompts"]]))
         pool = BUDGET if way == "uniform" else self.setting["pool"]
         policy = self.base / "base"
-        results = [self.measure(policy, split, samples)]
-        shares = [0.0] * count
-        updates = [0] * count
-        for i in range(count):
+        rows = {"{} at iteration 0": self.measure(policy, split, samples)}
+        shares = {}
+        for i in range(ITERATIONS[split]):
+            share = 0.0
             if policy.exists():
                 pooled = self.sample(policy, problems, pool, 1000 * self.seed + i)
                 data = self.curate(pooled, way, f"--budget={BUDGET}", f"--iteration={i}")
-                run, metrics = self.fit(policy, data, rate)
-                policy = run / "policy"
-                shares[i] = positive_share(data)
-                updates[i] = int(metrics["train/loss"].count())
-            results.append(self.measure(policy, split, samples))
-        return {"result": results[-1], "results": results, "shares": shares, "updates": updates}
+                share = positive_share(data)
+                policy, _ = self.fit(policy, data, rate)
+            shares[f"iteration {i + 1}"] = share
+            rows[f"{{}} at iteration {i + 1}"] = rows["{}"] = self.measure(policy, split, samples)
+        return rows | {"positives, {}": shares}
 
-    def verify(self, rate: float, steps: int) -> dict[str, Any]:
-        """Make a verifier of the base policy in `steps` supervised updates, and train it.
+    def verify(self, rate: float, **_: Any) -> Rows:
+        """Make a verifier of the base policy in supervised updates, and train it.
 
         It trains on two of its own critiques of each trajectory. Before and after it judges 8
         solutions of each test problem, 4 times each.
         """
-        config = "configs/arithmetic_verifier.yaml"
+        steps = self.setting["verifier_steps"]
         policy = self.commands.run("verifier", data=self.base, steps=steps, seed=self.seed) / "base"
         solutions = self.base / "train.parquet"
-        critiques = self.sample(policy, solutions, 2, 1000 * self.seed, config)
-        run, _ = self.fit(policy, critiques, rate, config=config)
-        return {"before": self.judge(policy), "after": self.judge(run / "policy")}
+        critiques = self.sample(policy, solutions, 2, 1000 * self.seed, VERIFIER)
+        trained, _ = self.fit(policy, critiques, rate, config=VERIFIER)
+        after = self.judge(trained)
+        gains = {f"@{k}": after[f"weighted@{k}"] - after[f"maj@{k}"] for k in (4, 8)}
+        return {"before": self.judge(policy), "after": after, "votes": gains}
 
-    def judge(self, verifier: Path) -> dict[str, float]:
+    def judge(self, verifier: Path) -> Scores:
         """Accuracy and invalid critiques of a verifier, and votes that it weighs.
 
         For the accuracy, correct and incorrect solutions count as equally many.
         """
-        base = {"policy": self.base / "base", "problems": self.base / "test.jsonl"}
-        folder = self.commands.run("judge", verifier=verifier, seed=self.seed, **base)
-        parts = next(folder.glob("responses/arithmetic-verifier-*"))
-        critiques = pq.read_table(parts, columns=["reward", "valid", "gold"]).to_pandas()
+        given = {"policy": self.base / "base", "problems": self.base / "test.jsonl"}
+        folder = self.commands.run("judge", verifier=verifier, seed=self.seed, **given)
+        critiques = pd.read_parquet(next(folder.glob("responses/arithmetic-verifier-*")))
         critiques["accuracy"] = critiques["reward"] > 0
         critiques["invalid"] = ~critiques["valid"]
-        found = critiques.groupby("gold")[["accuracy", "invalid"]].mean().mean().to_dict()
-        results = json.loads((folder / "results.json").read_text())
-        votes = results[str(base["policy"])]["arithmetic"]
+        scores = critiques.groupby("gold")[["accuracy", "invalid"]].mean().mean().to_dict()
+        (results,) = json.loads((folder / "results.json").read_text()).values()
         for name in ("maj@4", "weighted@4", "maj@8", "weighted@8"):
-            found[name] = votes[name]["mean"]
-        return found
+            scores[name] = results["arithmetic"][name]["mean"]
+        return scores
 
     def fit(
-        self, policy: Path, data: Path, rate: float, *more: str, config: str | None = None
+        self, policy: Path, data: Path, rate: float, *more: str, config: str = ""
     ) -> tuple[Path, pd.DataFrame]:
-        """Train a policy; the folder of the run, without a policy if it diverged, and metrics."""
+        """Train a policy; the new one, which does not exist after divergence, and metrics."""
         given = {"config": config or self.setting["config"], "policy": policy, "data": data}
         run = self.commands.run("fit", *more, rate=rate, seed=self.seed, **given) / "fit/version_0"
-        return run, pd.read_csv(run / "metrics.csv")
+        return run / "policy", pd.read_csv(run / "metrics.csv")
 
     def sample(
-        self, policy: Path, problems: Path, samples: int, seed: int, config: str | None = None
+        self, policy: Path, problems: Path, samples: int, seed: int, config: str = ""
     ) -> Path:
         """The trajectory files, by a glob, with responses of a policy."""
         given = {"config": config or self.setting["config"], "policy": policy, "problems": problems}
@@ -153,24 +158,38 @@ class Experiment:
         folder = self.commands.run("curate", *more, files=files, way=way, seed=self.seed)
         return folder / "train.parquet"
 
-    def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
-        """pass@1, maj@samples and invalid of each problem; a policy that is absent has diverged."""
+    def measure(self, policy: Path, split: str, samples: int) -> Scores:
+        """pass@1, maj@samples, invalid; and pass@1 by how often the base policy is right."""
+        values = self.per_problem(policy, split, samples)
+        solved = self.per_problem(self.base / "base", split, samples)["pass@1"]
+        groups = pd.cut(solved, [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
+        by_difficulty = values["pass@1"].groupby(groups, observed=False).mean()
+        return {**values.mean(), **by_difficulty.fillna(0)}
+
+    def per_problem(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
+        """Metrics of each problem; a policy that does not exist has diverged."""
         problems = self.base / f"{split}.jsonl"
         if not policy.exists():
             count = len(problems.read_text().splitlines())
             return pd.DataFrame(DIVERGED, index=range(count))
         files = self.sample(policy, problems, samples, 1000 * self.seed + 999)
         values = per_problem(read_parts(files.parent))
-        return pd.DataFrame(values).rename(columns={f"maj@{samples}": "maj"})[list(DIVERGED)]
-
-    def first_problems(self, count: int) -> Path:
-        """A file of the first training problems."""
-        lines = (self.base / "train.jsonl").read_text().splitlines(keepends=True)
-        path = self.commands.cache / f"{self.base.name}-{count}.jsonl"
-        write_text(path, "".join(lines[:count]))
-        return path
+        values["maj"] = values[f"maj@{samples}"]
+        return pd.DataFrame(values)[list(DIVERGED)]
 
 
 def positive_share(data: Path) -> float:
-    reward = pq.read_table(data, columns=["reward"])["reward"].to_numpy()
+    reward = pd.read_parquet(data, columns=["reward"])["reward"]
     return float((reward > 0).mean())
+
+
+def without_gradient(metrics: pd.DataFrame, share: float) -> float:
+    """Share of responses beyond the clip in the last fifth of a training.
+
+    For the token ratio it is the mean share of their tokens. `share`: of positives in the data.
+    """
+    last = []
+    for sign in ("positives", "negatives"):
+        column = metrics[f"weight/{sign}_truncated"].dropna()  # a batch may lack a sign
+        last.append(column.tail(max(1, len(column) // 5)).mean())
+    return float(np.dot(last, [share, 1 - share]))

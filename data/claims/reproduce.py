@@ -12,27 +12,19 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 from jsonargparse.typing import PositiveInt, restricted_number_type
+from matplotlib.figure import Figure
 
 from data.claims.commands import ROOT
-from data.claims.composition import effective_share, iterations, loose_clipping
-from data.claims.losses import all_losses, clipping, collapse, comparison, positives_only
-from data.claims.study import CRITERIA, SETTINGS, Rows, Study, best, check, verdict
-from data.claims.verifier import verifier
-from topr.evaluation.report import draw, table
-from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
+from data.claims.criteria import CLAIMS
+from data.claims.experiments import SETTINGS
+from data.claims.measures import measured
+from data.claims.study import Study, best
+from topr.evaluation.report import draw, metric_names, table
+from topr.io import ArgumentParser, InputError, atomic, check_folder, command, lock, write_text
 
-MEASURES = {
-    1: collapse,
-    2: clipping,
-    3: comparison,
-    4: positives_only,
-    5: effective_share,
-    6: loose_clipping,
-    7: iterations,
-    8: verifier,
-    9: all_losses,
-}
+Rows = dict[str, dict[str, Any]]  # of a table
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
@@ -75,9 +67,9 @@ def reproduce(
         "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty"),
     }
     for number in numbers:
-        print(f"{number}. {CRITERIA[number]['statement']}", flush=True)
-        claim, figure = measured_claim(study, number)
-        draw(folder / f"claim_{number}.png", *by_series(figure))
+        print(f"{number}. {CLAIMS[number]['statement']}", flush=True)
+        claim, figure = measured(study, number)
+        draw_claim(folder / f"claim_{number}.png", figure)
         report["claims"].append(claim)
         report["cpu_minutes"] = round(sum(study.commands.cpu_s.values()) / 60)
         write_text(folder / "claims.md", markdown(report))
@@ -90,48 +82,39 @@ def chosen_claims(claims: str | None, default: list[int]) -> list[int]:
     """The numbers of the claims to measure."""
     if claims is None:
         return default
-    known = {str(number): number for number in [*default, 9]}
-    numbers = set()
-    for text in claims.split(","):
+    known = [*map(str, default), "9"]
+    numbers = claims.split(",")
+    for text in numbers:
         if text not in known:
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
-        numbers.add(known[text])
-    return sorted(numbers)
+    return sorted(map(int, numbers))
 
 
-def measured_claim(study: Study, number: int) -> tuple[dict[str, Any], Rows]:
-    """What is reported of a claim, and the rows of its figure."""
-    found = MEASURES[number](study)
-    criteria = CRITERIA[number]
-    parts = {}
-    for words in found.variants:
-        words["samples"] = study.setting["samples"]
-        parts |= check(criteria["parts"], found.measured | found.differences, words)
-    claim = {
-        "claim": number,
-        "statement": criteria["statement"],
-        "paper": criteria["paper"],
-        "seeds": study.seeds,
-        "holds": verdict(parts),
-        "measured": found.measured,
-        "differences": found.differences,
-        "parts": parts,
-        "tuning": found.tuning,
-        "updates": found.updates,
-    }
-    return claim, found.figure or found.measured
-
-
-def by_series(labelled: Rows) -> tuple[dict[str, Rows], str]:
-    """Rows by series and place, and the name of the axis: `TOPR at rate 0.1` is TOPR at 0.1."""
-    axis = ""
-    series: dict[str, Rows] = {}
+def draw_claim(path: Path, labelled: Rows) -> None:
+    """A figure as in evaluations; but rows such as `TOPR at rate 0.1` become curves over the rate,
+    one for each name, a panel for each metric."""
+    curves: dict[str, Rows] = {}
     for label, row in labelled.items():
-        name, _, where = label.partition(" at ")
-        word, _, place = where.rpartition(" ")
-        axis = axis or word
-        series.setdefault(name.strip(","), {})[place] = row
-    return series, axis
+        name, _, place = label.partition(" at ")
+        curves.setdefault(name.strip(","), {})[place] = row
+    if all(len(points) == 1 for points in curves.values()):
+        draw(path, labelled)
+        return
+    places = list(dict.fromkeys(place for points in curves.values() for place in points))
+    metrics = metric_names(labelled.values())
+    figure = Figure(figsize=(4 * len(metrics), 4), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, metric in zip(panels, metrics, strict=True):
+        for name, points in curves.items():
+            means = np.array([100 * row[metric]["mean"] for row in points.values()])
+            ends = np.array([row[metric]["interval"] for row in points.values()]).T
+            x = [places.index(place) for place in points]
+            panel.errorbar(x, means, abs(100 * ends - means), fmt="o-", capsize=3, label=name)
+        panel.set(title=metric, ylabel="per cent, 95% interval")
+        panel.set_xticks(range(len(places)), places, rotation=90)
+    panels[0].legend()
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ class TensorBoardExtras(Callback):
     ) -> None:
         """Some responses as text."""
         for board in self.boards(trainer):
-            board.add_text("val/samples", as_text(outputs), trainer.global_step)
+            board.add_text("val/samples", as_text(outputs["trajectories"]), trainer.global_step)
 
 
 def as_text(trajectories: list[Trajectory]) -> str:

@@ -41,7 +41,7 @@ class ExportPolicy(Callback):
         if data is None or data.test is None:
             return None
         batch = data.problem_batch("test", data.samples)
-        return live.summarise(module, batch, live.sample_and_grade(module, batch))
+        return live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.before is None:
@@ -50,14 +50,14 @@ class ExportPolicy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         after = self.measure(trainer, pl_module)
-        measured = {"before": self.before, "after": after} if after else {}
+        measured: dict[str, Any] = {"before": self.before, "after": after} if after else {}
         if after:
             rank_zero_info("\n" + table(measured))
             log_after(trainer, after)
         weights = full_state_dict(pl_module.policy)  # of all ranks
+        folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        folder = Path(trainer.log_dir or ".")
         if pl_module.lora is None:
             export_policy(pl_module.policy, folder / "policy", weights)
         else:

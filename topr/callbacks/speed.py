@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from topr.batching import Tokens, Update
+from topr.batching import Update
 from topr.io import first_line
 
 
@@ -39,10 +39,14 @@ class Speed(Callback):
             print_estimate(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.model = ModelFlops(pl_module.policy.model)
+        model = pl_module.policy.model
+        head = model.get_output_embeddings().weight
+        tables = {model.get_input_embeddings().weight, head}
+        self.head = head.numel()
+        self.body = sum(p.numel() for p in model.parameters()) - sum(t.numel() for t in tables)
         bfloat16 = trainer.precision == "bf16-mixed"
         dtype = torch.bfloat16 if bfloat16 else torch.float32
-        self.peak = get_available_flops(pl_module.device, dtype)
+        self.peak = get_available_flops(pl_module.device, dtype)  # None of a CPU
         self.start(pl_module.device)
 
     def start(self, device: torch.device) -> None:
@@ -60,44 +64,21 @@ class Speed(Callback):
         now = time.perf_counter()
         seconds = now - self.began
         self.began = now
-        nominal = computed = flops = 0.0
-        for part in batch.micro_batches:
-            nominal += part.tokens.nominal
-            computed += len(part.tokens.input_ids_L)
-            flops += self.model.of_update(part.tokens)
+        nominal = sum(part.tokens.nominal for part in batch.micro_batches)
+        computed = sum(len(part.tokens.input_ids_L) for part in batch.micro_batches)
+        targets = sum(len(part.tokens.target_N) for part in batch.micro_batches)
         self.tokens += nominal
         self.seconds += seconds
         figures = {
             "speed/tokens_per_s": trainer.world_size * nominal / seconds,
-            "speed/computed_share": computed / max(nominal, 1.0),
+            "speed/computed_share": computed / max(nominal, 1),
             "speed/peak_memory_gb": peak_memory(pl_module.device) / 1e9,
         }
         if self.peak:
+            # 6 for each parameter and token: forward and backward, without attention
+            flops = 6 * (self.body * computed + self.head * targets)
             figures["speed/utilisation"] = flops / seconds / self.peak
-        self.log_dict(figures)
-
-
-class ModelFlops:
-    """Floating-point operations of a forward and backward: 6 x (parameters without embeddings) of
-    each token, 6 x vocabulary x hidden of each response token, and 12 x layers x hidden of each
-    pair of tokens of which one attends to the other."""
-
-    def __init__(self, model: Any):
-        config = model.config.get_text_config()
-        head = model.get_output_embeddings().weight
-        tables = {model.get_input_embeddings().weight, head}
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.body = parameters - sum(table.numel() for table in tables)
-        self.head = head.numel()
-        self.attention = config.num_hidden_layers * config.hidden_size
-
-    def of_update(self, tokens: Tokens) -> float:
-        pairs = 0.0
-        for start, end, first, last in tokens.spans:
-            queries = end - start
-            pairs += queries * (queries / 2 + last - first)
-        linear = self.body * len(tokens.input_ids_L) + self.head * len(tokens.target_N)
-        return 6 * linear + 12 * self.attention * pairs
+        pl_module.write_update(figures)
 
 
 def peak_memory(device: torch.device) -> int:

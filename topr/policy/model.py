@@ -101,7 +101,8 @@ def load_policy(name: str) -> Policy:
     tokenizer = load_tokenizer(name)
     config = load_config(name)
     with explained(f"policy {name!r} cannot be loaded as a causal model"):
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, loading = load(
             resolve_policy(name),
             config=config,
             dtype=torch.float32,

@@ -50,7 +50,7 @@ class ArithmeticVerifier(Verifier):
     name = "arithmetic_verifier"
     requires_end = True
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12)
-    verdicts = {"1": True, "0": False}
+    verdicts = ("1", "0")
 
     def prompt(self, problem: Problem, tokenizer: Any) -> str:
         """The question and the candidate solution."""
