@@ -244,7 +244,8 @@ class PolicyModule(LightningModule):
         found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
-            self.log_dict(found, logger=bool(self.loggers) and not fitting, batch_size=1)
+            # Lightning prints what goes to loggers, be there any or not
+            self.log_dict(found, logger=not fitting, batch_size=1)
         # Lightning checks the sanity of some resumed runs, too
         if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):
             self.write_figures(found)
