@@ -187,6 +187,8 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
+        "have no logger configured",  # test and validate print their figures
+        "across ranks is zero",  # without data.val
         "infer the batch indices",  # of predict, which no one asks for
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print

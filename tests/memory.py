@@ -20,7 +20,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import torch
-from topr.reproduce.making import make_tokenizer
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,10 +27,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.arithmetic.imitation import make_tokenizer
 from topr.batching import Tokens, pack
 from topr.losses import TOPR
 from topr.optim import Adafactor
 from topr.policy import LoRA, Policy, memory, shared_prompts
+from topr.policy.lora import add_adapters
 
 SIZES = {  # hidden, layers, vocabulary
     "10M": (256, 8, 8000),
@@ -125,7 +126,7 @@ def compare(
     shared_prompts.register(shared_prompts.attend)
     model.set_attn_implementation(shared_prompts.NAME)
     if lora:
-        LoRA().add_to(policy)
+        add_adapters(policy, LoRA())
     if checkpointing == "selective":
         products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
         context = partial(create_selective_checkpoint_contexts, products)
@@ -202,7 +203,7 @@ def estimate(folder: Path, name: str, devices: int, lora: bool) -> memory.Memory
         config(*SHAPES[name]).save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
         (folder / "model.safetensors").touch()  # not read
-    prepare = LoRA().add_to if lora else lambda policy: None
+    prepare = partial(add_adapters, lora=LoRA()) if lora else lambda policy: None
     optimizer = partial(torch.optim.AdamW, lr=1e-5) if lora else partial(Adafactor, lr=1e-6)
     tokens = 8192 if devices == 1 else 16384
     shared_prompts.register(shared_prompts.attend)

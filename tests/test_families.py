@@ -10,9 +10,9 @@ from test_logprobs import FAMILIES, PADDED, SMALL, make_policy_of
 from test_update import fit, movement
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
+from data.arithmetic.imitation import make_tokenizer
 from topr.io import InputError
 from topr.policy import Policy, export_policy, load_policy
-from topr.reproduce.making import make_tokenizer
 
 README = (ROOT / "README.md").read_text("utf-8")
 TABLE = re.search(r"^\| share prompts \| padded \|\n.*\n\| (.+) \| (.+) \|$", README, re.MULTILINE)

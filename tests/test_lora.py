@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from test_update import assert_close_weights, fit, fit_arguments, same_weights
 from torch._subclasses import FakeTensor
+from torture import summary
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import train
@@ -87,22 +88,27 @@ def test_adapters_of_another_shape_do_not_resume(run, policy, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["true", "selective"])
-def test_activation_checkpointing_does_not_change_the_update(run, policy, data, monkeypatch, kind):
+def test_activation_checkpointing_does_not_change_updates_and_samples(
+    run, policy, data, monkeypatch, kind
+):
     forward = LlamaMLP.forward
     calls = 0
 
     def counted(self, hidden):
         nonlocal calls
-        calls += not isinstance(hidden, FakeTensor)  # not in the estimate of memory
+        calls += self.training and not isinstance(hidden, FakeTensor)  # of the memory's estimate
         return forward(self, hidden)
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)
-    plain = fit(run, policy, data, "--data.batch_size=8")
+    (run.folder / "problems.jsonl").write_text('{"prompt": "1+1>", "gold": "2"}\n')
+    more = ["--data.batch_size=8", "--data.test=problems.jsonl"]
+    plain = fit(run, policy, data, *more)
     once = calls
-    more = ["--data.batch_size=8", f"--model.activation_checkpointing={kind}"]
-    less = fit(run, policy, data, *more)
+    less = fit(run, policy, data, *more, f"--model.activation_checkpointing={kind}")
     assert calls - once > 1.4 * once  # activations are computed again
     assert_close_weights(plain, less)
+    before = [summary(folder)["before"] for folder in (plain, less)]
+    assert before[0] == before[1]
 
 
 def test_targets_that_fit_no_layer_are_rejected(run, policy, data):

@@ -207,6 +207,7 @@ def test_conversations_several_epochs_clipping_and_a_schedule(run, whole_groups)
     batches = [[rows[i] for i in numbers_of(update)] for update in updates]
     assert max(len(update.micro_batches) for update in updates) > 1
     assert [update.divisor for update in updates] == [len(batch) for batch in batches]
+    assert sorted(sum(map(numbers_of, updates), [])) == sorted([*range(len(rows))] * 3)
     rates = [80 * (1 - step / 9) for step in range(len(updates))]
     limits = LIMITS["topr"]
     assert_ascent(policy, folder, batches, rates, topr_objective, limits, clip=0.003)

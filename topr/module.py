@@ -244,7 +244,7 @@ class PolicyModule(LightningModule):
         found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
-            # with logger=False, Lightning would neither print nor return what test found
+            # Lightning prints what goes to loggers, be there any or not
             self.log_dict(found, logger=not fitting, batch_size=1)
         # Lightning checks the sanity of some resumed runs, too
         if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):

@@ -90,8 +90,11 @@ def sampling_context(module: "PolicyModule") -> Iterator[None]:
         # for the moment
         frozen = [weight for weight in policy.parameters() if not weight.requires_grad]
         policy.requires_grad_(True)
+        training = policy.training
+        policy.eval()  # in training, activation checkpointing drops the cache of keys and values
         try:
             yield
         finally:
+            policy.train(training)
             for weight in frozen:
                 weight.requires_grad_(False)

@@ -196,7 +196,7 @@ class Rows:
         length_R1 = to_device([draft.length for draft in self.drafts], self.device)[:, None]
         distance_C = torch.arange(self.longest, -1, -1, device=self.device)  # from the cursor
         mask_RC = (distance_C <= length_R1).long()
-        logits_RV = self.forward(token_R1, mask_RC, length_R1, Cache(self.layers))  # type: ignore[arg-type]
+        logits_RV = self.forward(token_R1, mask_RC, length_R1, Cache([*self.layers]))
         self.cursor += 1
         self.append(self.drafts, logits_RV)
 
