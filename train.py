@@ -100,8 +100,7 @@ class CLI(LightningCLI):
             nothing = f"no complete checkpoint under {run.root}: starting afresh"
             rank_zero_only(print)(f"resuming {checkpoint}" if checkpoint else nothing)
         elif checkpoint and updates(Path(checkpoint)) is None:
-            message = f"--ckpt_path: {checkpoint} is incomplete or not a checkpoint"
-            raise InputError(f"{message}; name another")
+            raise InputError(f"--ckpt_path: {checkpoint} is incomplete or not a checkpoint")
         if self.subcommand != "fit":  # no run's folder, which would stay empty
             config.trainer.logger = False
             return

@@ -156,6 +156,7 @@ class SamplingJob:
         before = read_metadata(path)
         before |= before["sampling"] or {}
         now = self.metadata | self.metadata["sampling"]
+        del now["sampling"]  # named by what has changed in it
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             message = f"{path} holds trajectories of another {', '.join(changed)}"
