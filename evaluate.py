@@ -7,9 +7,9 @@ import gc
 import os
 import sys
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +30,11 @@ from topr.evaluation.report import write_report
 from topr.identity import content_hash
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
-from topr.sampling import LocalSampler, Sampling, Stop
+from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Problem, Task
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
-Problems = list[Problem]
+PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
 
 
 @dataclass
@@ -44,33 +44,29 @@ class Evaluation:
     Args:
         policy: folders or hub names; all others are compared with the first.
         benchmark: names, or NAME=FILE.
-        sampling: parameters in place of the benchmark's.
         k: of pass@k and maj@k.
         samples: responses per problem.
+        max_new_tokens: longest response; by default the benchmark's.
+        greedy: take the likeliest tokens.
         verifier: policy that weighs the votes of weighted@k.
         critiques: of the verifier, per response.
         out: folder to write.
         seed: of sampling and of the intervals.
         rows: responses generated side by side; by default as many as fit, at most 512.
-        microbatch_tokens: tokens of one scoring forward.
-        precision: of sampling and scoring; by default bf16-mixed on a GPU.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
     """
 
     policy: list[str]
     benchmark: list[str]
-    sampling: dict[str, Any]
-    k: list[PositiveInt]
+    k: list[int]
     samples: PositiveInt = 16
+    max_new_tokens: PositiveInt | None = None
+    greedy: bool = False
     verifier: str | None = None
     critiques: PositiveInt = 4
     out: Path = Path("results")
     seed: NonNegativeInt = 0
     rows: PositiveInt | None = None
-    microbatch_tokens: PositiveInt = 16384
-    precision: Literal["32-true", "bf16-mixed"] = (
-        "bf16-mixed" if torch.cuda.is_available() else "32-true"
-    )
     devices: PositiveInt | None = None
 
     def run(self) -> None:
@@ -78,7 +74,8 @@ class Evaluation:
         jobs = self.find_jobs()
         launch(self.devices or max(1, torch.cuda.device_count()))
         results: dict[str, dict] = {policy: {} for policy in self.policy}
-        of_first = {}  # by benchmark, what the first policy reached
+        rows = {}
+        of_first: dict[str, Any] = {}  # by benchmark, what the first policy reached
         trajectories = []
         for (policy, name), job in jobs.items():
             responses = self.responses(name, job)
@@ -89,15 +86,15 @@ class Evaluation:
             first = of_first.setdefault(name, values)
             if policy != self.policy[0]:
                 paired = {metric: values[metric] - first[metric] for metric in values}
-                row["difference"] = summarise(paired, self.seed)
-            results[policy][name] = row
+                row["difference_to_first"] = summarise(paired, self.seed)
+            results[policy][name] = rows[f"{policy}, {name}"] = row
             for trajectory in responses:
                 trajectory.group = f"{policy}/{name}/{trajectory.prompt_id}"
             trajectories += responses
         if rank() == 0:
             metadata = agreed([job.metadata for job in jobs.values()])
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
-            print(write_report(self.out, results, results))
+            print(write_report(self.out, results, rows))
             print(f"wrote results.json, .md, .png and responses.parquet under {self.out}")
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
@@ -115,46 +112,47 @@ class Evaluation:
         jobs = {}
         for policy, argument in product(self.policy, self.benchmark):
             name, _, file = argument.partition("=")
-            if (policy, name) in jobs:
-                raise InputError(f"{policy} on {name} is asked for twice; give each name once")
             task, source = find_benchmark(name)
             if not (file or source):
                 message = f"--benchmark {name} has no problems of its own"
                 raise InputError(f"{message}; give a file of them: {name}=FILE")
             problems = task.problems(file or source)
-            sampling = replace(task.sampling, **self.sampling)
+            sampling = replace(
+                task.sampling,
+                max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
+                temperature=0.0 if self.greedy else task.sampling.temperature,
+            )
             jobs[policy, name] = self.job(policy, task, problems, self.samples, sampling)
         return jobs
 
     def job(
-        self, policy: str, task: Task, problems: Problems, n: int, sampling: Sampling
+        self, policy: str, task: Task, problems: list[Problem], n: int, sampling: Sampling
     ) -> SamplingJob:
         """A job whose prompts the policy can read."""
         check_prompts(policy, task, problems, sampling)
-        return SamplingJob(policy, task, problems, n, sampling, self.seed, self.precision)
+        return SamplingJob(policy, task, problems, n, sampling, self.seed, PRECISION)
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
         folder = self.out / "responses" / f"{name}-{content_hash(job.metadata)}"
         # what rank 0 found: another rank may look later, when some files are there
         missing = gather(job.missing_parts(folder))
-        self.sample(job, missing[0][rank() :: len(missing)])
+        parts = missing[0][rank() :: len(missing)]
+        if parts:
+            self.sample(job, parts)
         gather(None)  # wait for the files of all ranks
         return read_parts(folder)
 
-    def sample(self, job: SamplingJob, parts: list[tuple[Path, Problems]]) -> None:
+    def sample(self, job: SamplingJob, parts: list[tuple[Any, list[Problem]]]) -> None:
         """Sample and write parts of a job."""
-        if not parts:
-            return
         gc.collect()  # reference cycles may hold the policy before
         with own_device():
             policy = load_policy(job.policy)
         sampler = LocalSampler(self.rows)
-        bf16 = torch.autocast(policy.device.type, torch.bfloat16, self.precision == "bf16-mixed")
-        remedy = f"--rows, now {self.rows or 'automatic'}, or --microbatch-tokens"
+        bfloat16 = torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed")
         for path, problems in tqdm(parts, job.policy, file=sys.stderr, disable=rank() > 0):
-            with bf16, explain_out_of_memory(f"{job.samples} responses to a problem", remedy):
-                trajectories = job.sample(problems, sampler, policy, self.microbatch_tokens)
+            with bfloat16, explain_out_of_memory("sampling", "--rows"):
+                trajectories = job.sample(problems, sampler, policy)
             write_trajectories(path, trajectories, job.metadata)
 
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
@@ -172,12 +170,13 @@ class Evaluation:
 def lenient(job: SamplingJob, responses: list[Trajectory]) -> dict[str, np.ndarray]:
     """The share of each problem's responses that the task's lenient rule calls right, as a metric;
     empty for a task without such a rule."""
-    texts = [graded_text(row.response, job.sampling) for row in responses]
-    golds = [row.gold for row in responses]
-    grades = list(map(job.task.grade_leniently, texts, golds))
-    if None in grades:
-        return {}
-    correct = [grade.reward > 0 for grade in grades]
+    correct = []
+    for row in responses:
+        text = graded_text(row.response, job.sampling)
+        grade = job.task.grade_leniently(text, row.gold or "")
+        if grade is None:
+            return {}
+        correct.append(grade.reward > 0)
     return {"lenient": np.reshape(correct, (-1, job.samples)).mean(axis=1)}
 
 
@@ -197,22 +196,16 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE or a hub data set: its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
-    k_help = "of pass@k and maj@k; by default the samples"
-    parser.add_argument("--k", nargs="+", type=PositiveInt, help=k_help)
+    parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k; default: the samples")
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
-    parser.add_argument("--stop", nargs="*", type=Stop, help="texts that end a response")
-    names = parser.add_class_arguments(Sampling, as_group=False, skip={"stop"}) + ["stop"]
-    parser.set_defaults(dict.fromkeys(names))  # the benchmark's
-    several = {"policy", "benchmark", "k", "sampling"}
-    parser.add_class_arguments(Evaluation, as_group=False, skip=several)
+    skipped = {"policy", "benchmark", "k", "greedy"}
+    parser.add_class_arguments(Evaluation, as_group=False, skip=skipped)
     with command():
-        args = vars(parser.parse_args())
-        if args.pop("greedy"):
-            args |= {"temperature": 0.0, "samples": 1}
-        given = {name: args.pop(name) for name in names}
-        sampling = {name: value for name, value in given.items() if value is not None}
+        args = parser.parse_args().as_dict()
+        if args["greedy"]:
+            args["samples"] = 1
         args["k"] = sorted(set(args["k"] or [args["samples"]]))
-        Evaluation(sampling=sampling, **args).run()
+        Evaluation(**args).run()
 
 
 if __name__ == "__main__":

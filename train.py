@@ -15,19 +15,14 @@ from typing import Any, NoReturn
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import (
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-    Trainer,
-)
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.callbacks import ExportPolicy, Preemption, Speed, TensorBoardExtras
-from topr.checkpoints import AtomicCheckpointIO, updates
+from topr.checkpoints import updates
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
 from topr.io import (
@@ -208,7 +203,8 @@ class CLI(LightningCLI):
         """One sentence for an error of a run; an error of unknown cause is raised again."""
         if isinstance(error, InputError | MisconfigurationException):
             return first_line(error)
-        training = self.trainer.training
+        # Lightning has reset its own state
+        training = self.trainer.fit_loop.epoch_loop.total_batch_idx >= 0
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error
@@ -240,7 +236,6 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
-        "have no logger configured",  # test and validate print their figures
         "infer the batch indices",  # of predict, which no one asks for
         "The dirpath has changed",  # a checkpoint that is tested
         "no pre-optimization state",  # checkpoints hold the weights after an update

@@ -98,7 +98,8 @@ def make_policy(folder: Path, name: str) -> dict[str, int]:
 
 def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict[str, float]:
     """Policy and trajectories, four to a prompt; returns tokens and FLOPs of an epoch."""
-    from topr.policy import load_policy, provenance
+    from topr.identity import provenance
+    from topr.policy import load_policy
     from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
     about = make_policy(folder / "policy", model)
@@ -303,7 +304,7 @@ def sample(args: argparse.Namespace, root: Path) -> list[dict]:
 
 def data(args: argparse.Namespace, root: Path) -> list[dict]:
     """CPU time and memory of our data path by the number of trajectories."""
-    print("\ntrajectories  check s  setup s  plan s  ms/micro-batch  us/trajectory     MB")
+    print("\ntrajectories  setup s  plan s  ms/micro-batch  us/trajectory     MB")
     results = []
     for count in map(int, args.sizes.split(",")):
         folder = root / str(count)
@@ -315,7 +316,7 @@ def data(args: argparse.Namespace, root: Path) -> list[dict]:
         results.append(row | {"case": "data"})
         each = 1e3 * row["load_s"] / row["microbatches"]
         one = 1e6 * row["load_s"] / row["loaded"]
-        times = f"{row['check_s']:9.2f}{row['setup_s']:9.2f}{row['plan_s']:8.2f}"
+        times = f"{row['setup_s']:9.2f}{row['plan_s']:8.2f}"
         print(f"{count:12}{times}{each:16.2f}{one:15.0f}{row['memory'] / 1e6:7.0f}", flush=True)
     return results
 

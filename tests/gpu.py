@@ -1,447 +1,298 @@
-"""What only a GPU can show: `python tests/gpu.py` writes gpu.json and gpu.md, in at most 8 minutes, without network.
+"""What only a GPU can show, in about 8 minutes and without network.
 
-Each part is a process with a time limit of its own; what it has recorded stays when it fails or is stopped. `--small`
-tries every part with tiny models, without a GPU too; its figures mean nothing.
+python tests/gpu.py [PART ...]      # one line of JSON for each figure
+python tests/gpu.py --small         # every part with tiny models, without a GPU too
+
+Each part is a process of its own, so that one which fails leaves the others their memory.
 """
 
 import argparse
 import gc
 import json
 import os
-import platform
-import re
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 
 import numpy as np
+import torch
 
-ROOT = Path(__file__).parent.parent
-TIME = 480  # seconds for all parts
-Record = Callable[..., None]  # one row of a part's table
-
-
-@dataclass
-class Setting:
-    """What a part is given."""
-
-    folder: Path  # of policies, shared by the parts
-    small: bool
-    record: Record
-
-    def __post_init__(self):
-        import torch
-
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def policy(self, name: str) -> Path:
-        """A random Llama in bfloat16, made on the device."""
-        import torch
-        from memory import SHAPES, config
-        from transformers import LlamaForCausalLM
-
-        from topr.policy import Policy, export_policy
-        from topr.reproduce.making import make_tokenizer
-
-        folder = self.folder / name
-        if folder.exists():
-            return folder
-        with torch.device("meta"):
-            model = LlamaForCausalLM(
-                config(*((64, 2, 512, 128, 4, 2, True) if self.small else SHAPES[name]))
-            )
-        model.to(torch.bfloat16).to_empty(device=self.device)
-        model.tie_weights()  # `to_empty` unties them
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1)
-        export_policy(Policy(model, make_tokenizer(), name), folder)
-        return folder
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = {  # hidden, layers, vocabulary, intermediate, heads, key and value heads, tied embeddings
+    "1B": (2048, 16, 128256, 8192, 32, 8, True),  # Llama 3.2 1B
+    "8B": (4096, 32, 128256, 14336, 32, 8, False),  # Llama 3 8B
+    "small": (64, 2, 512, 128, 4, 2, True),
+}
+SECONDS = 150  # of a part
 
 
-def tests(setting: Setting) -> None:
+def record(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def make_policy(folder: Path, name: str) -> str:
+    """A random Llama in bfloat16, made on the device; returns its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from data.arithmetic.imitation import make_tokenizer
+    from topr.policy import Policy, export_policy
+
+    path = folder / name
+    if path.exists():
+        return str(path)
+    hidden, layers, vocabulary, intermediate, heads, groups, tied = SHAPES[name]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=tied,
+        max_position_embeddings=8192,
+        dtype=torch.bfloat16,
+    )
+    with DEVICE:
+        model = LlamaForCausalLM(config).bfloat16()
+    export_policy(Policy(model, make_tokenizer(), name), path)
+    return str(path)
+
+
+def tests(folder: Path, small: bool) -> None:
     """The tests that are marked `gpu`; without one they are skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "--timeout", "120"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    counts |= {
-        name: int(count)
-        for count, name in re.findall(r"(\d+) (passed|failed|skipped)", done.stdout)
-    }
-    setting.record(**counts)
+    record(tests=done.stdout.splitlines()[-1])
     if done.returncode:
-        raise SystemExit(
-            "\n".join(re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)) or done.stdout[-500:]
-        )
+        raise SystemExit(done.stdout[-3000:])
 
 
-def attention(setting: Setting) -> None:
-    """Attention over a row in which responses share prompts, against float64 with a mask over all pairs of tokens. An
-    error is relative to the largest value. `torch` is its own attention in the same precision, with that mask."""
-    import torch
-    import torch.nn.functional as F
+def attention(folder: Path, small: bool) -> None:
+    """Attention over a row in which responses share prompts, against float64 with a mask over all
+    pairs of tokens. Errors are relative to the largest value; `torch` is its own attention in the
+    same precision, with that mask."""
+    from torch.nn.functional import scaled_dot_product_attention
 
     from topr.batching import pack
     from topr.policy.shared_prompts import Spans, attend
 
-    rng, dtype = (
-        np.random.default_rng(0),
-        torch.bfloat16 if setting.device.type == "cuda" else torch.float32,
-    )
-    scale, width = (1, 16) if setting.small else (20, 128)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    scale, width = (1, 16) if small else (20, 128)
     prompts = [np.arange(10 * scale)] * 4 + [np.arange(7 * scale)] + [np.arange(3 * scale)] * 3
-    tokens = pack(
-        prompts, [np.arange(n) for n in rng.integers(2 * scale, 20 * scale, len(prompts))]
-    )
+    responses = [np.arange(n * scale) for n in (2, 19, 7, 11, 5, 13, 3, 17)]
+    tokens = pack(prompts, responses)
     length = len(tokens.input_ids_L)
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = torch.zeros(length, length, dtype=torch.bool)
+    causal = torch.ones(length, length).tril().bool()
+    seen = torch.zeros_like(causal)
     for start, end, first, last in tokens.spans:
         seen[start:end, first:last] = True
-        seen[start:end, start:end] = distance[start:end, start:end] >= 0
-    position = tokens.position_ids_L  # in a row, a response does not stand behind its prompt
-    for heads, groups, window in [(32, 32, None), (32, 8, None), (32, 8, 8 * scale), (8, 1, None)]:
-        mask = seen if window is None else seen & (position[:, None] - position < window)
+        seen[start:end, start:end] = causal[start:end, start:end]
+    position = tokens.position_ids_L
+    distance = position[:, None] - position
+    for heads, groups, window in ((32, 8, None), (32, 8, 8 * scale), (8, 1, None)):
+        mask = (seen if window is None else seen & (distance < window)).to(DEVICE)
         torch.manual_seed(0)
-        given = [
-            torch.randn(1, n, length, width, device=setting.device) for n in (heads, groups, groups)
-        ]
-        upward = torch.randn(1, heads, length, width, device=setting.device)
+        query = torch.randn(1, heads, length, width, device=DEVICE)
+        key_value = torch.randn(2, 1, groups, length, width, device=DEVICE)
+        upward = torch.randn(1, heads, length, width, device=DEVICE)
 
-        def run(
-            kind: torch.dtype, ours: bool, given=given, upward=upward, mask=mask, window=window
-        ) -> list:
-            inputs = [tensor.to(kind).requires_grad_() for tensor in given]
+        def run(kind: torch.dtype, ours: bool) -> list[torch.Tensor]:
+            """The result and the gradients of queries, keys and values."""
+            given = [x.to(kind).requires_grad_() for x in (query, *key_value)]  # noqa: B023
             if ours:
-                out = attend(None, *inputs, None, sliding_window=window, spans=Spans(tokens.spans))[
-                    0
-                ].transpose(1, 2)
+                spans = Spans(tokens.spans)
+                with torch.autocast(DEVICE.type, torch.bfloat16, enabled=kind == torch.bfloat16):
+                    out, _ = attend(None, *given, None, width**-0.5, spans, window)  # noqa: B023
+                out = out.transpose(1, 2)
             else:
-                out = F.scaled_dot_product_attention(
-                    *inputs, attn_mask=mask.to(setting.device), enable_gqa=True
-                )
-            return [out.detach(), *torch.autograd.grad(out, inputs, upward.to(kind))]
+                out = scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)  # noqa: B023
+            return [out.detach(), *torch.autograd.grad(out, given, upward.to(out.dtype))]  # noqa: B023
 
-        exact, ours, torchs = run(torch.float64, False), run(dtype, True), run(dtype, False)
-        errors = [
-            [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(x, exact)]
-            for x in (ours, torchs)
-        ]  # noqa: B905
-        names = ("value", "d query", "d key", "d value")
-        row = {
-            f"error of {name}": f"{a:.1e} (torch {b:.1e})"
-            for name, a, b in zip(names, *errors, strict=True)
-        }
-        setting.record(heads=heads, key_heads=groups, window=window, tokens=length, **row)
-        if any(a > 2 * b + 1e-5 for a, b in zip(*errors, strict=True)):
+        exact = run(torch.float64, False)
+        ours = [relative_error(*pair) for pair in zip(run(dtype, True), exact, strict=True)]
+        torchs = [relative_error(*pair) for pair in zip(run(dtype, False), exact, strict=True)]
+        record(heads=heads, groups=groups, window=window, errors=ours, torch=torchs)
+        if any(mine > 2 * other + 1e-5 for mine, other in zip(ours, torchs, strict=True)):
             raise SystemExit("an error is more than twice that of torch")
 
 
-def train(
-    setting: Setting,
-    name: str = "1B",
-    *,
-    padded: bool = False,
-    compiled: bool = False,
-    sharded: bool = False,
-) -> None:
-    """Training on random trajectories, 8 to a prompt: the median of all updates but the first two, in bf16-mixed."""
-    import torch
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found - exact).abs().max() / exact.abs().max()).item()
+
+
+def make_trajectories(path: Path, count: int, length: int, vocabulary: int) -> None:
+    """Random trajectories, 8 to a prompt."""
+    from topr.trajectories import Trajectory, write_trajectories
+
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(count):
+        if i % 8 == 0:
+            prompt = rng.integers(0, vocabulary, rng.integers(length // 2, 2 * length)).tolist()
+        response = rng.integers(0, vocabulary, rng.integers(length // 2, 3 * length)).tolist()
+        row = Trajectory(
+            prompt_id=str(i // 8),
+            group=str(i // 8),
+            prompt="prompt",
+            prompt_ids=prompt,
+            response="response",
+            response_ids=response,
+            ref_logprobs=[-np.log(vocabulary)] * len(response),
+            reward=(-1.0) ** i,
+            finished=True,
+        )
+        rows.append(row)
+    write_trajectories(path, rows, {})
+
+
+def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -> None:
+    """Training in bf16-mixed: the median of all updates but the first two, and the estimate of
+    memory beside the measured peak."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from topr.callbacks.monitor import estimate_training
+    from topr.callbacks import Speed
+    from topr.callbacks.speed import estimate_training
     from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
     from topr.module import PolicyModule
     from topr.optim import Adafactor
-    from topr.policy import LoRA, shared_prompts
     from topr.tasks import Arithmetic
-    from topr.trajectories import Trajectory, write_trajectories
 
-    rng, length = np.random.default_rng(0), 4 if setting.small else 200
-    vocabulary, batch_size, updates = (
-        (500, 16, 4) if setting.small else (128000, 32 if name == "8B" else 64, 7)
-    )
     large = name == "8B"
-    gigabytes = (
-        torch.cuda.get_device_properties(0).total_memory / 1e9
-        if setting.device.type == "cuda"
-        else 0
-    )
-    lora = LoRA() if large and gigabytes < 130 else None
-    if padded:
-        shared_prompts.enable_if_exact = lambda *_: None
-    policy, rows = setting.policy(name), []
-    for i in range(batch_size * updates):
-        if i % 8 == 0:
-            prompt = rng.integers(0, vocabulary, rng.integers(length // 2, 2 * length)).tolist()
-        response = rng.integers(0, vocabulary, rng.integers(length // 2, 3 * length)).tolist()
-        sampled = ("prompt", prompt, "response", response, [-np.log(vocabulary)] * len(response))
-        rows.append(
-            Trajectory(str(i // 8), str(i // 8), *sampled, reward=(-1.0) ** i, finished=True)
-        )
-    file = setting.folder / f"{os.getpid()}.parquet"
-    write_trajectories(file, rows, {})
+    policy = make_policy(folder, "small" if small else name)
+    data = folder / f"{os.getpid()}.parquet"
+    make_trajectories(data, 16 * 6, 4 if small else 200, 500 if small else 128000)
     measured: list[dict[str, float]] = []
 
     class Measure(Callback):
-        def on_train_start(self, trainer, module):
-            self.estimate = estimate_training(trainer, module)
+        def on_train_start(self, trainer, pl_module):
+            self.estimate = estimate_training(trainer, pl_module).peak / 1e9
 
         def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step > len(measured):
-                found = trainer.callback_metrics.items()
-                measured.append(
-                    {key: float(value) for key, value in found if key.startswith("speed/")}
-                )
+            measured.append({key: float(x) for key, x in trainer.callback_metrics.items()})
 
     measure = Measure()
-    strategy = (
-        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1) if sharded else "auto"
+    sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    trainer = Trainer(
+        devices=1,
+        strategy=ModelParallelStrategy(**sizes) if sharded else "auto",
+        precision="bf16-mixed",
+        max_epochs=1,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Speed(), measure],
     )
-    optimizer: Any = Adafactor if large and lora is None else torch.optim.AdamW
-    Trainer(
-        accelerator="auto", devices=1, strategy=strategy, precision="bf16-mixed", max_epochs=1, log_every_n_steps=1,
-        gradient_clip_val=1.0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[measure],
-    ).fit(
-        PolicyModule(
-            str(policy), Arithmetic(), TOPR(), partial(optimizer, lr=1e-6), lora=lora, compile=compiled,
-            activation_checkpointing=large,
-        ),
-        TrajectoryDataModule(
-            str(policy), TOPR(), Arithmetic(), str(file), batch_size=batch_size, whole_groups=True,
-            microbatch_tokens=500 if setting.small else 8192 if large else 16384,
-        ),
-    )  # fmt: skip
-    speeds = [
-        [step[f"speed/{key}"] for step in measured[2:]] for key in ("tokens_per_s", "utilisation")
-    ]
-    peak, expected = (
-        max(step["speed/peak_memory_gb"] for step in measured),
-        measure.estimate["fit"] / 1e9,
+    optimizer: Any = Adafactor if large else torch.optim.AdamW
+    module = PolicyModule(
+        policy,
+        Arithmetic(),
+        TOPR(),
+        partial(optimizer, lr=1e-6),
+        compile=compiled,
+        activation_checkpointing=large,
     )
-    row = {
-        "model": name,
-        "trained": "adapters" if lora else "all weights",
-        "updates": len(measured),
-    }
-    row |= {
-        "tokens/s": round(statistics.median(speeds[0])),
-        "utilisation": round(statistics.median(speeds[1]), 3),
-    }
-    row |= {
-        "peak GB": round(peak, 2),
-        "estimated GB": round(expected, 2),
-        "ratio": round(expected / peak, 3),
-    }
-    setting.record(**row)
+    tokens = 500 if small else 8192
+    settings = {"batch_size": 16, "whole_groups": True, "microbatch_tokens": tokens}
+    task = Arithmetic()
+    trainer.fit(module, TrajectoryDataModule(policy, task, train=str(data), **settings))
+    row: dict[str, Any] = {"model": name, "updates": len(measured)}
+    for key in ("speed/tokens_per_s", "speed/utilisation", "speed/peak_memory_gb"):
+        values = [update[key] for update in measured[2:] if key in update]
+        row[key] = float(np.median(values)) if values else None
+    record(**row, estimated_gb=measure.estimate)
 
 
-def sample(setting: Setting) -> None:
-    """Sampling with the 1B model: ours in bf16-mixed, transformers' `generate` and continuous batching with weights in
-    bfloat16. Each token ends a response with probability 1/64; at most 256 tokens. `generate` computes one batch."""
-    import torch
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+def sample(folder: Path, small: bool) -> None:
+    """Sampling with the 1B model: ours in bf16-mixed, transformers' `generate` with weights in
+    bfloat16. A token ends a response with probability 1/64; at most 256 tokens."""
+    from transformers import AutoModelForCausalLM
 
     from topr.policy import load_policy
-    from topr.policy.model import own_device
     from topr.sampling import LocalSampler, Sampling
 
-    with own_device():
-        policy = load_policy(str(setting.policy("1B"))).eval()
-    model = (
-        AutoModelForCausalLM.from_pretrained(setting.policy("1B"), dtype=torch.bfloat16)
-        .to(setting.device)
-        .eval()
-    )
-    vocabulary, most = model.config.vocab_size, 16 if setting.small else 256
-    ends = list(range(vocabulary // (8 if setting.small else 64)))
-    policy.model.generation_config.eos_token_id = model.generation_config.eos_token_id = ends
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(len(ends), vocabulary, n).tolist() for n in rng.integers(50, 200, 512)]
-    if setting.small:
-        prompts = [prompt[:8] for prompt in prompts]
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": most}
+    name = make_policy(folder, "small" if small else "1B")
+    with DEVICE:
+        policy = load_policy(name).eval()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
+    vocabulary = model.config.vocab_size
+    ends = vocabulary // 64
+    for config in (policy.model.generation_config, model.generation_config):
+        config.eos_token_id = list(range(ends))
+    rows = 4 if small else 512
+    prompts = np.random.default_rng(0).integers(ends, vocabulary, (rows, 8 if small else 128))
+    how: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    how["max_new_tokens"] = 16 if small else 256
 
-    def generated(rows: int) -> tuple[int, int]:
-        batch, width = prompts[:rows], max(map(len, prompts[:rows]))
-        ids, mask = torch.zeros(2, rows, width, dtype=torch.long, device=setting.device)
-        for i, prompt in enumerate(batch):
-            ids[i, -len(prompt) :], mask[i, -len(prompt) :] = torch.tensor(prompt), 1
-        output = model.generate(
-            ids, attention_mask=mask, do_sample=True, pad_token_id=0, **options
-        )[:, width:]
-        ended = (output < len(ends)).int().cummax(dim=1).values
-        return rows, int((1 - ended).sum() + ended[:, -1].sum())
+    def ours() -> int:
+        sampler = LocalSampler(rows)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            groups = sampler.sample(policy, prompts.tolist(), 1, Sampling(**how), 0)
+        return sum(len(response.ids) for (response,) in groups)
 
-    def sampled(rows: int) -> tuple[int, int]:
-        found = LocalSampler(rows).sample(policy, prompts[:rows], 4, Sampling(**options), 0)
-        return 4 * rows, sum(len(response.ids) for group in found for response in group)
+    def generate() -> int:
+        ids = torch.tensor(prompts, device=DEVICE)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, do_sample=True, pad_token_id=0, **how)
+        ended = (output[:, ids.shape[1] :] < ends).int().cummax(dim=1).values
+        return int((1 - ended).sum() + ended[:, -1].sum())
 
-    def continuous(rows: int) -> tuple[int, int]:
-        config = GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=0, **options)
-        blocks = (
-            ContinuousBatchingConfig(num_blocks=32) if setting.small else None
-        )  # otherwise 90% of what is free
-        found = model.generate_batch(
-            [prompt for prompt in prompts[:rows] for _ in range(4)], config, blocks
-        )
-        return len(found), sum(len(output.generated_tokens) for output in found.values())
-
-    for rows in (4, 8) if setting.small else (64, 256, 512):
-        engines = {"ours": sampled, "generate": generated}
-        if rows != 64:
-            engines["continuous batching"] = continuous
-        for name, engine in engines.items():
-            gc.collect()
-            if setting.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                weights = torch.cuda.memory_allocated()
-            began = time.perf_counter()
-            try:
-                with (
-                    torch.no_grad(),
-                    torch.autocast(setting.device.type, torch.bfloat16, enabled=name == "ours"),
-                ):
-                    responses, tokens = engine(rows)
-            except Exception as error:  # a peer's fault must not hide our figures
-                setting.record(
-                    engine=name, rows=rows, error=f"{type(error).__name__}: {error}"[:100]
-                )
-                if name == "ours":
-                    raise
-                continue
-            seconds = time.perf_counter() - began
-            row = {"engine": name, "rows": rows, "responses": responses, "tokens": tokens}
-            row |= {"seconds": round(seconds, 1), "tokens/s": round(tokens / seconds)}
-            if setting.device.type == "cuda":
-                row["GB beside weights"] = round(
-                    (torch.cuda.max_memory_allocated() - weights) / 1e9, 1
-                )
-            setting.record(**row)
+    for engine in (ours, generate):
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        began = time.perf_counter()
+        with torch.no_grad():
+            tokens = engine()
+        speed = tokens / (time.perf_counter() - began)
+        record(engine=engine.__name__, rows=rows, tokens=tokens, tokens_per_s=speed)
 
 
-PARTS: dict[str, tuple[Callable[[Setting], None], int, str]] = {  # seconds at most, title
-    "tests": (tests, 100, "Tests"),
-    "attention": (attention, 60, "Attention over shared prompts"),
-    "1B": (train, 75, "Training 1B, prompts shared"),
-    "sample": (sample, 150, "Sampling"),
-    "8B": (partial(train, name="8B"), 150, "Training 8B"),
-    "padded": (partial(train, padded=True), 75, "Training 1B, padded rows"),
-    "compiled": (partial(train, compiled=True), 100, "Training 1B, compiled"),
-    "sharded": (partial(train, sharded=True), 75, "Training 1B, FSDP2 with one rank"),
+PARTS = {
+    "tests": tests,
+    "attention": attention,
+    "1B": partial(train, name="1B"),
+    "compiled": partial(train, name="1B", compiled=True),
+    "sharded": partial(train, name="1B", sharded=True),
+    "8B": partial(train, name="8B"),
+    "sample": sample,
 }
-
-
-def run_part(name: str, folder: Path, small: bool, limit: float) -> dict[str, Any]:
-    """Outcome, seconds and recorded rows of a part."""
-    rows, began = folder / f"{name}.jsonl", time.perf_counter()
-    rows.touch()
-    command = [sys.executable, __file__, "--part", name, "--folder", folder] + ["--small"] * small
-    with (folder / f"{name}.log").open("w+") as log:
-        # a session of its own, so that the time limit ends what it has started as well
-        process = subprocess.Popen(
-            [*map(str, command)], stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code, outcome = process.wait(limit), "ran"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code, outcome = process.wait(), f"stopped after {limit:.0f} s"
-        log.seek(0)
-        lines = [line for line in log.read().splitlines() if line.strip()]
-    if code > 0:
-        outcome = f"failed: {lines[-1] if lines else f'exit code {code}'}"
-    done = {"outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}
-    return done | {
-        "rows": [json.loads(line) for line in rows.read_text().splitlines()],
-        "log": lines[-40:],
-    }
-
-
-def report(about: dict[str, str], parts: dict[str, dict[str, Any]]) -> str:
-    """gpu.md."""
-    versions = ", ".join(
-        f"{key} {about[key]}" for key in ("torch", "lightning", "transformers", "python")
-    )
-    text = f"# {about['device']}\n\n`{about['command']}`, commit {about['commit']}, {about['date']}; {versions}.\n"
-    for name, part in parts.items():
-        function, _, title = PARTS[name]
-        what = getattr(function, "func", function).__doc__ or ""
-        text += f"\n## {title}\n{' '.join(what.split())} Took {part['seconds']} s.\n"
-        if part["outcome"] != "ran":
-            text += f"\n**This part {part['outcome']}.**\n"
-        if columns := list(dict.fromkeys(key for row in part["rows"] for key in row)):
-            lines = [columns, ["---"] * len(columns)]
-            lines += [
-                ["–" if row.get(key) is None else row[key] for key in columns]
-                for row in part["rows"]
-            ]
-            text += "\n" + "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
     parser.add_argument("--small", action="store_true", help="tiny models, without a GPU too")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu.json and gpu.md")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # in a part's process
     args = parser.parse_args()
-    if args.part:
-        with (args.folder / f"{args.part}.jsonl").open("a", buffering=1) as rows:
-            setting = Setting(
-                args.folder, args.small, lambda **row: print(json.dumps(row), file=rows)
-            )
-            return PARTS[args.part][0](setting)
-
-    import lightning
-    import torch
-    import transformers
-
-    if not args.small and not torch.cuda.is_available():
+    if args.folder:
+        return PARTS[args.parts[0]](args.folder, args.small)
+    if not args.small and DEVICE.type == "cpu":
         raise SystemExit("no GPU; --small tries every part without one")
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    about = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
-        "command": "python tests/gpu.py" + " --small" * args.small, "commit": commit.stdout.strip() or "unknown",
-        "date": date.today().isoformat(), "torch": torch.__version__, "lightning": lightning.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(),
-    }  # fmt: skip
-    parts: dict[str, dict[str, Any]] = {}
-    end = time.perf_counter() + TIME
-    args.out.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    record(device=name, torch=torch.__version__)
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, (_, limit, title) in PARTS.items():
-            left = end - time.perf_counter()
-            if left < 5:
-                parts[name] = {"outcome": "had no time left", "seconds": 0, "rows": [], "log": []}
-            else:
-                parts[name] = run_part(name, Path(folder), args.small, min(limit, left))
-            print(f"{title}: {parts[name]['outcome']}, {parts[name]['seconds']} s", flush=True)
-            (args.out / "gpu.json").write_text(
-                json.dumps(about | {"parts": parts}, indent=1) + "\n"
-            )
-            (args.out / "gpu.md").write_text(report(about, parts))
-    sys.exit(any(part["outcome"] != "ran" for part in parts.values()))
+        for part in args.parts or PARTS:
+            record(part=part)
+            command = [sys.executable, __file__, part, "--folder", folder]
+            try:
+                subprocess.run(command + ["--small"] * args.small, check=True, timeout=SECONDS)
+            except subprocess.SubprocessError as error:
+                failed.append(str(error))
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import torch
+from topr.reproduce.making import make_tokenizer
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,7 +32,6 @@ from topr.batching import Tokens, pack
 from topr.losses import TOPR
 from topr.optim import Adafactor
 from topr.policy import LoRA, Policy, memory, shared_prompts
-from topr.reproduce.making import make_tokenizer
 
 SIZES = {  # hidden, layers, vocabulary
     "10M": (256, 8, 8000),

@@ -1,96 +1,92 @@
-"""Imports go one way, and every package says what belongs in it."""
+"""Imports go one way, the core loads no extras, and every package says what belongs in it."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT
 
-LEVELS = [  # a file imports from its own level and from those before it
-    ["io", "distributed"],
+# A file imports from its own level and from those before it. `topr` itself is topr/__init__.py.
+LEVELS = [
+    ["topr", "io", "settings", "distributed"],
+    ["advantages"],
     ["losses", "batching", "optim"],
     ["policy"],
-    ["trajectories", "sampling"],
+    ["identity"],
+    ["sampling", "trajectories"],
     ["tasks"],
     ["evaluation"],
-    ["datamodule", "callbacks"],
-    ["module"],
-    ["iterate", "reproduce"],
+    ["datamodule"],
+    ["statistics", "checkpoints", "runs"],
+    ["module", "callbacks"],
+    ["iterate"],
 ]
-COMMANDS = ["__main__"]  # they may import anything but the entry points
+EXTRAS = ["callbacks", "checkpoints", "iterate", "optim", "runs", "evaluation.live"]
+EXTRAS += ["evaluation.benchmarks", "evaluation.metrics", "evaluation.report"]
+EXTRAS += ["policy.compiling", "policy.lora", "policy.memory", "policy.sharding"]
+EXTRAS += ["sampling.local", "sampling.server", "tasks.arithmetic", "tasks.equivalence"]
+EXTRAS += ["tasks.gsm8k", "tasks.math", "tasks.verifier"]
+EXTRAS += ["trajectories.curate", "trajectories.importing", "trajectories.rows"]
 TOPR = ROOT / "topr"
 
 
 def module_name(path) -> str:
     """`losses.topr` for topr/losses/topr.py, `losses` for topr/losses/__init__.py."""
-    return (
-        ".".join(path.relative_to(TOPR).with_suffix("").parts)
-        .removesuffix("__init__")
-        .removesuffix(".")
-    )
+    parts = path.relative_to(TOPR).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "topr"
 
 
 FILES = {module_name(path): path for path in sorted(TOPR.rglob("*.py"))}
 
 
 def imports(source: str) -> set[str]:
-    """The project's modules that a file imports anywhere, also inside functions."""
+    """The project's modules that a file imports anywhere, also inside functions, but not those
+    that only annotations need."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            # what is imported from a package may be a module
-            names |= {
-                name if name.removeprefix("topr.") in FILES else node.module for name in inside
-            }
-    return {
-        name.removeprefix("topr.")
-        for name in names
-        if name.split(".")[0] in ("topr", "train", "evaluate")
-    }
+            for alias in node.names:  # what is imported from a package may be a module
+                inside = f"{node.module}.{alias.name}"
+                is_module = inside.removeprefix("topr.") in FILES
+                names.add(inside if is_module else node.module)
+    ours = {name for name in names if name.split(".")[0] in ("topr", "train", "evaluate")}
+    return {name.removeprefix("topr.") for name in ours}
 
 
 def upward(name: str, source: str) -> list[str]:
     """What a file imports although it comes later in the levels, or is an entry point."""
-    found = imports(source)
-    if any(name.startswith(command) or name.endswith(command) for command in COMMANDS):
-        return [other for other in found if other in ("train", "evaluate")]
     level = {part: number for number, parts in enumerate(LEVELS) for part in parts}
-    return [
-        other
-        for other in found
-        if level.get(other.split(".")[0], len(LEVELS)) > level[name.split(".")[0]]
-    ]
+    own = level[name.split(".")[0]]
+    return [other for other in imports(source) if level.get(other.split(".")[0], 99) > own]
 
 
-def test_imports_go_one_way():
-    assert {
-        name: found
-        for name, path in FILES.items()
-        if name and (found := upward(name, path.read_text()))
-    } == {}
-
-
-def test_an_import_that_goes_up_is_found():
+def test_imports_go_one_way_without_a_circle():
     assert upward("losses.topr", "def f():\n    from topr.policy import Policy") == ["policy"]
-    assert upward("policy.model", "from topr import module") == ["module"]
-    assert upward("module", "import train") == ["train"]
-    assert (
-        upward("policy.model", "from topr.losses import TOPR\nfrom topr.policy import one_pass")
-        == []
-    )
-
-
-def test_imports_make_no_circle():
-    # a command of a package is not imported by it
-    graph = {
-        name: imports(path.read_text())
-        for name, path in FILES.items()
-        if not name.endswith("__main__")
-    }
+    assert upward("policy.model", "from topr import module\nimport train") != []
+    graph = {}
+    for name, path in FILES.items():
+        if name.endswith("__main__"):  # a command of its package, which does not import it
+            continue
+        assert upward(name, path.read_text()) == [], name
+        graph[name] = imports(path.read_text())
     list(TopologicalSorter(graph).static_order())
+
+
+def test_the_core_loads_no_extras():
+    code = "import sys, topr.module, topr.datamodule; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    loaded = {name.removeprefix("topr.") for name in done.stdout.split()}
+    assert {"module", "datamodule", "policy.model", "losses.base"} <= loaded
+    assert {*EXTRAS} <= {*FILES}
+    assert loaded & {*EXTRAS, "peft", "datasets", "pandas", "math_verify"} == set()
 
 
 @pytest.mark.parametrize(

@@ -1,90 +1,65 @@
-"""Adafactor against transformers' and torch's."""
+"""Adafactor against transformers' and torch's; a schedule."""
+
+from functools import partial
 
 import pytest
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from topr.optim import Adafactor
+from topr.optim import Adafactor, Schedule
 
 
-def parameters(seed: int = 0):
-    torch.manual_seed(seed)
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape)) for shape in ((7,), (5, 3), (2, 4, 6), (1, 1))]
 
 
-def run(make, steps: int = 20):
-    """Parameters after steps on gradients of very different sizes."""
-    weights = parameters()
-    optimizer = make(weights)
-    torch.manual_seed(1)
-    for _ in range(steps):
+def train(weights: list, optimizer: torch.optim.Optimizer, seed: int = 1) -> list:
+    """The weights after 20 steps on gradients of very different sizes."""
+    torch.manual_seed(seed)
+    for _ in range(20):
         for weight in weights:
             weight.grad = torch.randn_like(weight) * 10.0 ** torch.randint(-3, 2, weight.shape)
         optimizer.step()
     return weights
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_equals_transformers_with_an_absolute_learning_rate(weight_decay):
-    theirs = run(
-        lambda p: TransformersAdafactor(
-            p,
-            lr=1e-2,
-            scale_parameter=False,
-            relative_step=False,
-            warmup_init=False,
-            weight_decay=weight_decay,
-        )
-    )
-    for mine, other in zip(
-        run(lambda p: Adafactor(p, 1e-2, False, weight_decay)), theirs, strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+ABSOLUTE = partial(
+    TransformersAdafactor, lr=1e-2, scale_parameter=False, relative_step=False, warmup_init=False
+)
+PAIRS = [
+    (partial(Adafactor, lr=1e-2), ABSOLUTE),
+    (partial(Adafactor, lr=1e-2, weight_decay=0.1), partial(ABSOLUTE, weight_decay=0.1)),
+    (partial(Adafactor, lr=0.3, scale_parameter=True), partial(torch.optim.Adafactor, lr=0.3)),
+]
 
 
-def test_equals_torch_when_parameters_scale_the_rate():
-    theirs = run(lambda p: torch.optim.Adafactor(p, lr=0.3))
-    for mine, other in zip(
-        run(lambda p: Adafactor(p, 0.3, scale_parameter=True)), theirs, strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
+def test_adafactor_equals_that_of_transformers_or_torch(mine, theirs):
+    found = train(weights := parameters(), mine(weights))
+    expected = train(weights := parameters(), theirs(weights))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_second_moments_are_factored_and_survive_a_checkpoint():
     weights = parameters()
     optimizer = Adafactor(weights, lr=1e-2)
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert {name: tuple(value.shape) for name, value in optimizer.state[weights[2]].items()} == {
-        "step": (), "row": (2, 4), "column": (2, 6),
-    }  # fmt: skip
+    train(weights, optimizer)
+    shapes = {name: tuple(value.shape) for name, value in optimizer.state[weights[2]].items()}
+    assert shapes == {"step": (), "row": (2, 4), "column": (2, 6)}
     copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     other = Adafactor(copies, lr=1e-2)
     other.load_state_dict(optimizer.state_dict())
-    for optimizer_, group in ((optimizer, weights), (other, copies)):
-        for weight in group:
-            weight.grad = torch.full_like(weight, 2.0)
-        optimizer_.step()
-    for mine, copy in zip(weights, copies, strict=True):
-        assert torch.equal(mine, copy)
+    train(weights, optimizer, seed=2)
+    assert all(map(torch.equal, train(copies, other, seed=2), weights))
 
 
-def test_negative_settings_are_rejected():
-    for settings in ({"lr": -1}, {"weight_decay": -0.1}):
-        with pytest.raises(ValueError, match="must not be negative"):
-            Adafactor(parameters(), **settings)
-    Adafactor(parameters(), lr=0, weight_decay=0)
-
-
-def test_the_learning_rate_is_absolute():
-    """The first step on gradients of one size moves every weight by the rate, however large the weights are."""
-    weights = [torch.nn.Parameter(torch.full((3, 4), size)) for size in (1e-3, 1.0, 1e3)]
-    before = [weight.detach().clone() for weight in weights]
-    for weight in weights:
-        weight.grad = torch.full_like(weight, 5.0)
-    Adafactor(weights, lr=0.25).step()
-    for weight, old in zip(weights, before, strict=True):
-        torch.testing.assert_close(
-            old - weight, torch.full_like(weight, 0.25), rtol=1e-3, atol=1e-6
-        )
+def test_a_schedule_warms_up_and_decays():
+    optimizer = torch.optim.SGD(parameters(), lr=1.0)
+    schedule = Schedule(optimizer, "linear", num_warmup_steps=2, num_training_steps=6)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0, 0.5, 1, 0.75, 0.5, 0.25]

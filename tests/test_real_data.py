@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHARED
-from data.arithmetic.imitation import imitate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train
+from data.arithmetic.imitation import imitate
 from topr.policy import Policy, encode_prompt, export_policy
 from topr.tasks import GSM8K
 from topr.trajectories import read_trajectories

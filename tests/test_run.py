@@ -381,7 +381,7 @@ def test_evaluate_writes_results_with_intervals(run, setting):
     both = json.loads((run.folder / "results" / "results.json").read_text())
     assert both[str(policy)]["arithmetic"] == row  # the same seed, the same samples
     mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
-    difference = theirs["difference"]["length"]["mean"]
+    difference = theirs["difference_to_first"]["length"]["mean"]
     assert difference == pytest.approx(theirs["length"]["mean"] - mine["length"]["mean"])
     assert f"Difference to {policy}" in out
     assert all(len(t.ref_logprobs) == len(t.response_ids) for t in trajectories)

@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, write
-from data.arithmetic.problems import Errors, Setting, demonstration, draw, split_of
 
 import evaluate
 import train
 from data.arithmetic.make import make_base
+from data.arithmetic.problems import Errors, Setting, demonstration, draw, split_of
 from topr.io import InputError
 from topr.tasks import Arithmetic, Grade
 from topr.trajectories import read_trajectories

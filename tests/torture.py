@@ -1,10 +1,11 @@
-"""Kill fit and predict with SIGKILL again and again, and compare the results with those of runs that were not killed.
+"""Kill fit and predict again and again, and compare the results with runs that were not killed.
 
 python tests/torture.py --kills 100
 
-Half of the kills come at a random time, half inside a random phase: an update, the writing of a checkpoint, validation,
-sampling, the writing of trajectories, the export. After each kill the same command is started again, until it ends by
-itself. Then weights, trajectories, logged curves and files must be those of a run that was not killed.
+Half of the SIGKILLs come at a random time, half inside a random phase: an update, the writing of a
+checkpoint, a validation, sampling, the writing of trajectories, the export. After each kill the
+same command is started again, until it ends by itself. Then weights, trajectories, logged curves
+and files must be those of a run that was not killed.
 """
 
 import argparse
@@ -15,9 +16,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import Counter
-from multiprocessing import RawArray
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,150 +30,167 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from topr import callbacks
-from topr.callbacks import AtomicCheckpointIO, Evaluate, Monitor
+from topr.callbacks import export, predictions
+from topr.checkpoints import AtomicCheckpointIO
 from topr.evaluation import pipeline
+from topr.module import PolicyModule
 from topr.sampling import LocalSampler
 from topr.trajectories import read_trajectories
 
 PHASES = {
-    "update": (Monitor, "on_after_backward"),
+    "update": (PolicyModule, "check_update"),
     "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
-    "validation": (Evaluate, "on_validation_batch_end"),
+    "validation": (PolicyModule, "write_figures"),
     "sampling": (LocalSampler, "sample"),
-    "writing": (pipeline, "write_trajectories"),
-    "export": (callbacks.evaluate, "export_policy"),
+    "writing": (predictions, "write_trajectories"),
+    "export": (export, "export_policy"),
 }
-SAMPLES, EPOCHS, ROWS = 3, 2, 40
+SAMPLES = 3
+ROWS = 40
 
 
 class Command:
-    """A command of train.py in processes that can be killed, and the phases that they entered."""
+    """A command of train.py in forked processes, which have everything imported already.
 
-    def __init__(self, folder: Path, *arguments: str):
-        self.folder, self.arguments = folder, arguments
-        self.entered = RawArray(
-            "i", len(PHASES)
-        )  # how often each phase was entered, in memory shared with the child
-        folder.mkdir()
+    Args:
+        folder: where they run, made here. `log.txt` gets their output, `phases.jsonl` a line for
+            each phase entered.
+    """
 
-    def start(self) -> int:
-        """The number of a new process."""
-        pid = os.fork()
-        if pid:
-            return pid
+    def __init__(self, folder: Path, *arguments):
+        self.folder = folder
+        self.arguments = [str(argument) for argument in arguments]
+        folder.mkdir(parents=True)
+
+    def run(
+        self, phase: str | None = None, entry: int = 1, delay: float = 0.0, kill: int = 9
+    ) -> int:
+        """The exit code; negative the signal by which the process ended.
+
+        Args:
+            phase: send a signal when it is entered; "start": when the process starts.
+            entry: the how many-th time.
+            delay: seconds after that.
+            kill: number of the signal.
+        """
+        child = os.fork()
+        if child == 0:
+            self._child(phase, entry, delay, kill)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def _child(self, phase: str | None, entry: int, delay: float, kill: int) -> None:
+        entries: Counter = Counter()
+
+        def enter(name: str, rows: list[int]) -> None:
+            entries[name] += 1
+            with open("phases.jsonl", "a") as file:
+                file.write(json.dumps([os.getpid(), name, rows]) + "\n")
+            if (name, entries[name]) != (phase, entry):
+                return
+            if delay:
+                threading.Timer(delay, os.killpg, (0, kill)).start()
+            else:
+                os.kill(0 if kill == signal.SIGKILL else os.getpid(), kill)
+
         code = 1
         try:
-            os.chdir(self.folder)
             os.setpgid(0, 0)
-            with open("log.txt", "a") as log:
-                os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+            os.chdir(self.folder)
+            log = open("log.txt", "a", buffering=1)  # noqa: SIM115
+            sys.stdout = sys.stderr = log
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
             pipeline.PART = 2
-            for number, (owner, name) in enumerate(PHASES.values()):
-                self._observe(number, owner, name)
+            for name, (owner, function) in PHASES.items():
+                observe(owner, function, name, enter)
             sys.argv = ["train.py", *self.arguments]
+            enter("start", [])
             train.main()
             code = 0
         except SystemExit as end:
             code = end.code or 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(code)
 
-    def _observe(self, number: int, owner, name: str) -> None:
-        original = getattr(owner, name)
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text()
 
-        def observed(*arguments, **more):
-            self.entered[number] += 1
-            if name == "on_after_backward":
-                _, trainer, module = arguments
-                batch = module.step_output.batch
-                rows = batch.trajectory_B[batch.real_B > 0].tolist()
-                used = json.dumps([os.getpid(), trainer.current_epoch, trainer.global_step, rows])
-                with open("used.jsonl", "a") as file:
-                    file.write(used + "\n")
-            return original(*arguments, **more)
-
-        setattr(owner, name, observed)
-
-    def run(self, kill: tuple[str, float] | None = None) -> bool:
-        """Run until the end, True, or until the kill, False: ("time", seconds) or (phase, entries and a part)."""
-        self.entered[:] = [0] * len(PHASES)
-        pid, began = self.start(), time.monotonic()
-        due = None
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                assert status == 0, (self.folder / "log.txt").read_text()[-3000:]
-                return True
-            if kill is not None and due is None:
-                kind, amount = kill
-                if kind == "time":
-                    due = began + amount
-                elif self.entered[list(PHASES).index(kind)] > amount:
-                    due = time.monotonic() + 0.05 * random.random()
-            if due is not None and time.monotonic() >= due:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return False
-            time.sleep(0.0005)
+    def phases(self) -> list:
+        """[process, phase, rows of the update] for each phase entered."""
+        lines = (self.folder / "phases.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
 
-def used_rows(folder: Path) -> dict[int, list[int]]:
-    """The rows that went into the final weights, by epoch: of each update, those of the last process that made it."""
-    updates = {}
-    for line in (folder / "used.jsonl").read_text().splitlines():
-        pid, epoch, step, rows = json.loads(line)
-        if updates.get(step, (pid,))[0] != pid:
-            updates.pop(step)
-        updates.setdefault(step, (pid, epoch, []))[2].extend(rows)
-    epochs: dict[int, list[int]] = {}
-    for _, epoch, rows in updates.values():
-        epochs.setdefault(epoch, []).extend(rows)
-    return epochs
+def observe(owner, function: str, phase: str, enter) -> None:
+    """Call `enter` whenever a function is called."""
+    original = getattr(owner, function)
+
+    def observed(*arguments, **more):
+        rows = arguments[1]["trajectory"].tolist() if phase == "update" else []
+        enter(phase, rows)
+        return original(*arguments, **more)
+
+    setattr(owner, function, observed)
 
 
 def curves(version: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run, but for speed."""
+    """What TensorBoard shows of a run; of its speed the steps only."""
     events = EventAccumulator(str(version), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("speed")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    found = {}
+    for tag in events.Tags()["scalars"]:
+        measured = tag.startswith("speed")
+        scalars = events.Scalars(tag)
+        found[tag] = [(event.step, 0 if measured else repr(event.value)) for event in scalars]
+    return found
 
 
-def check_fit(folder: Path, whole: Path) -> None:
-    """A fit that was killed and resumed has the results of one that was not."""
-    assert [path.name for path in (folder / "runs" / "arithmetic").iterdir()] == ["version_0"]
-    mine, theirs = (path / "runs" / "arithmetic" / "version_0" for path in (folder, whole))
-    one, other = (load_file(path / "policy" / "model.safetensors") for path in (mine, theirs))
-    assert all(torch.equal(one[name], other[name]) for name in other), "weights differ"
-    for epoch, rows in used_rows(folder).items():
-        assert sorted(rows) == list(range(ROWS)), f"epoch {epoch} did not use every trajectory once"
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (mine, theirs)]
-    assert len({json.dumps(summary | {"tokens_per_s": 0}) for summary in summaries}) == 1, (
-        "summaries differ"
-    )
-    assert curves(mine) == curves(theirs), "curves differ"
-    files = [
-        sorted(
-            str(path.relative_to(version))
-            for path in version.rglob("*")
-            if "tfevents" not in path.name
-        )
-        for version in (mine, theirs)
-    ]
-    assert files[0] == files[1], set(files[0]) ^ set(files[1])
+def summary(version: Path) -> dict:
+    return json.loads((version / "summary.json").read_text()) | {"tokens_per_s": 0}
 
 
-def check_predict(folder: Path, whole: Path) -> None:
+def files(version: Path) -> set[str]:
+    """Names of a run's files but TensorBoard's, of which each process writes its own."""
+    names = {str(path.relative_to(version)) for path in version.rglob("*")}
+    return {name for name in names if "tfevents" not in name}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two finished runs have the same weights, bit for bit, curves, summary and files."""
+    weights = [load_file(version / "policy" / "model.safetensors") for version in (one, other)]
+    different = [name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])]
+    assert not different, different
+    mine, theirs = curves(one), curves(other)
+    assert mine.keys() == theirs.keys()
+    for tag, values in theirs.items():
+        assert mine[tag] == values, tag
+    assert summary(one) == summary(other)
+    assert files(one) == files(other)
+
+
+def check_fit(killed: Command, whole: Command, epochs: int = 2) -> None:
+    """A fit that was killed and resumed has the results of one that was not, and its final weights
+    were made from every trajectory once an epoch."""
+    runs = [command.folder / "runs" / "arithmetic" for command in (killed, whole)]
+    assert [path.name for path in runs[0].iterdir()] == ["version_0"]
+    assert_same_run(runs[0] / "version_0", runs[1] / "version_0")
+
+
+def check_predict(killed: Command, whole: Command) -> None:
     """A predict that was killed and started again has the results of one that was not."""
-    parts = sorted(path.name for path in (whole / "sampled").glob("*.parquet"))
-    assert sorted(path.name for path in (folder / "sampled").iterdir()) == [".lock", *parts]
-    rows = [row for part in parts for row in read_trajectories(folder / "sampled" / part)]
-    assert rows == [row for part in parts for row in read_trajectories(whole / "sampled" / part)]
-    assert set(Counter(row.prompt_id for row in rows).values()) == {SAMPLES}
+    parts = sorted(path.name for path in (whole.folder / "sampled").glob("*.parquet"))
+    names = sorted(path.name for path in (killed.folder / "sampled").iterdir())
+    assert names == [".lock", *parts]
+    found = []
+    for command in (killed, whole):
+        rows = []
+        for part in parts:
+            rows += read_trajectories(command.folder / "sampled" / part)
+        found.append(rows)
+    assert found[0] == found[1]
+    assert set(Counter(row.prompt_id for row in found[0]).values()) == {SAMPLES}
 
 
 def torture(work: Path, kills: int, seed: int) -> Counter:
@@ -187,41 +206,43 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
     data = write(work / "train.parquet", policy, make_trajectories(policy, ROWS))
     problems = work / "problems.jsonl"
     problems.write_text("".join(f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(10)))
-    common = ["--config", str(ROOT / "configs" / "arithmetic.yaml"), f"--model.policy={policy}"]
+    common = ["--config", ROOT / "configs" / "arithmetic.yaml", f"--model.policy={policy}"]
     common += [f"--data.samples={SAMPLES}", "--trainer.enable_progress_bar=false"]
-    fit = [
-        "fit", *common, f"--data.train={data}", f"--data.val={problems}", f"--data.test={problems}",
-        "--data.batch_size=4", "--data.microbatch_tokens=60", f"--trainer.max_epochs={EPOCHS}",
-        "--trainer.val_check_interval=0.3", "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
-        "--trainer.callbacks.init_args.every_n_train_steps=2", "--ckpt_path=last",
-    ]  # fmt: skip
+    fit = ["fit", *common, f"--data.train={data}", f"--data.val={problems}"]
+    fit += [f"--data.test={problems}", "--data.batch_size=4", "--data.microbatch_tokens=60"]
+    fit += ["--trainer.max_epochs=2", "--trainer.val_check_interval=0.3", "--ckpt_path=last"]
+    fit += ["--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint"]
+    fit += ["--trainer.callbacks.init_args.every_n_train_steps=2"]
     predict = ["predict", *common, f"--data.problems={problems}", "--data.out=sampled"]
-    counts: Counter = Counter()
+    kinds = {"fit": (fit, check_fit), "predict": (predict, check_predict)}
     references = {}
-    for name, arguments in (("fit", fit), ("predict", predict)):
+    for name, (arguments, _) in kinds.items():
         whole = Command(work / f"whole-{name}", *arguments)
         began = time.monotonic()
-        whole.run()
-        references[name] = (
-            whole.folder,
-            time.monotonic() - began,
-            dict(zip(PHASES, whole.entered, strict=True)),
-        )
+        assert whole.run() == 0, whole.log
+        seconds = time.monotonic() - began
+        references[name] = whole, seconds, Counter(phase for _, phase, _ in whole.phases())
+    counts: Counter = Counter()
     run = 0
     while counts.total() < kills:
-        name, arguments = (("fit", fit), ("predict", predict))[run % 3 == 2]
+        name = "predict" if run % 3 == 2 else "fit"
+        arguments, check = kinds[name]
         whole, seconds, entered = references[name]
         killed = Command(work / f"{name}-{run}", *arguments)
-        while True:
-            phases = [phase for phase in PHASES if entered[phase]]
-            phase = random.choice(phases) if random.random() < 0.5 else "time"
-            amount = (
-                random.uniform(0, seconds) if phase == "time" else random.randrange(entered[phase])
-            )
-            if killed.run((phase, amount) if counts.total() < kills else None):
-                break
-            counts[f"{name}, {phase}"] += 1
-        (check_fit if name == "fit" else check_predict)(killed.folder, whole)
+        code = -signal.SIGKILL
+        while code == -signal.SIGKILL:
+            if counts.total() == kills:
+                code = killed.run()
+            elif random.random() < 0.5:
+                phase = "start"
+                code = killed.run(phase, 1, random.uniform(0.01, seconds))
+            else:
+                phase = random.choice([phase for phase in entered if phase != "start"])
+                entry = random.randint(1, entered[phase])
+                code = killed.run(phase, entry, 0.05 * random.random())
+            counts[f"{name}, {phase}"] += code == -signal.SIGKILL
+        assert code == 0, killed.log[-3000:]
+        check(killed, whole)
         shutil.rmtree(killed.folder)
         run += 1
     counts["runs completed and compared"] = run
@@ -229,9 +250,7 @@ def torture(work: Path, kills: int, seed: int) -> Counter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

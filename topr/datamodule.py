@@ -19,6 +19,7 @@ from topr.batching import Batching, MicroBatch, Update, epoch_plan, pack, partit
 from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
 from topr.io import InputError, check_folder, lock
 from topr.sampling.base import Sampling
+from topr.settings import save_hyperparameters
 from topr.tasks.task import Problem, Task
 from topr.trajectories.training_set import TrainingSet, read_training_set
 
@@ -226,6 +227,7 @@ class TrajectoryDataModule(LightningDataModule):
         seed: int = 0,
     ):
         super().__init__()
+        save_hyperparameters(self, "policy", "task", "batching")  # which the module has
         if whole_groups and batching == "pairs":
             raise InputError("data.whole_groups is true, but this loss draws pairs; set it false")
         self.policy = policy
@@ -288,6 +290,8 @@ class TrajectoryDataModule(LightningDataModule):
 
     def _plan(self, epoch: int) -> EpochPlan:
         """The batches and the advantages of an epoch: some advantages are drawn in each anew."""
+        if self.trainer and self.trainer.overfit_batches:
+            epoch = 0
         data = self.data
         rng = np.random.default_rng([self.seed, epoch, 1])
         advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)

@@ -63,8 +63,9 @@ def command() -> Iterator[None]:
     try:
         with full_disk_explained():
             yield
-    except InputError as error:
-        print(f"error: {printable(str(error), limit=450)}", file=sys.stderr)  # may quote the input
+    except InputError as error:  # may quote the input
+        sentence = printable(" ".join(str(error).split()), limit=450)
+        print(f"error: {sentence}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -80,14 +81,10 @@ def full_disk_explained() -> Iterator[None]:
         raise InputError(f"{message}: make room and start again") from error
 
 
-def printable(text: str, limit: int, kept: str = "") -> str:
-    """Text for a terminal: control characters but `kept` escaped, the middle beyond `limit` cut."""
-    text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
-    excess = len(text) - limit
-    if excess <= 0:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [… {excess:,} characters …] {text[-half:]}"
+def printable(text: str, limit: int) -> str:
+    """Text for a terminal: control characters but tabs and line ends escaped, cut at `limit`."""
+    shown = [c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text[:limit]]
+    return "".join(shown) + "…" * (len(text) > limit)
 
 
 def first_line(error: BaseException) -> str:
@@ -98,10 +95,8 @@ def first_line(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, InputError):
         cause = cause.__cause__ or cause.__context__
-    message = str(cause or error).strip() or type(error).__name__
-    lines = message.splitlines()
-    kept = lines[:2] if lines[0].endswith(":") else lines[:1]
-    return " ".join(line.strip() for line in kept)
+    found = re.match(r"(.*:\s*\n)?.*", str(cause or error).strip())
+    return " ".join(found[0].split()) if found and found[0] else type(error).__name__
 
 
 @contextmanager
@@ -142,8 +137,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     policy, an adapter or a sharded checkpoint is replaced; any other raises an InputError.
     """
     path = Path(path)
-    replaceable = ("config.json", "adapter_config.json", "meta.pt")
-    if path.is_dir() and not any((path / name).is_file() for name in replaceable):
+    names = {file.name for file in path.glob("*")}
+    if path.is_dir() and not names & {"config.json", "adapter_config.json", "meta.pt"}:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place")
     sweep(path.parent)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -156,7 +151,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
             os.fsync(descriptor)  # before the rename, or a power cut could leave an empty file
             os.close(descriptor)
         if path.is_dir():  # a folder cannot be renamed over a folder that holds files
-            os.replace(path, folder / ".replaced")
+            os.replace(path, folder / "replaced")
         os.replace(temporary, path)
     finally:
         remove(folder)
@@ -198,14 +193,15 @@ def sweep(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder."""
     for path in folder.glob(".*"):
         name = re.fullmatch(r"\..*\.(\d+)\.(tmp|old)", path.name)
-        if name and not _is_running(int(name[1])):
+        # a restarted process of a container often has the same id
+        if name and (int(name[1]) == os.getpid() or not is_running(int(name[1]))):
             remove(path)
 
 
-def _is_running(process: int) -> bool:
-    """Whether another process has this id."""
+def is_running(process: int) -> bool:
+    """Whether a process has this id."""
     try:
         os.kill(process, 0)
     except OSError as error:
         return isinstance(error, PermissionError)  # it exists, and belongs to another user
-    return process != os.getpid()  # in a container, a restarted process often has the same id
+    return True

@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from glob import glob
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
@@ -24,39 +22,17 @@ from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 from topr.distributed import die_with_parent
 from topr.evaluation import per_problem, read_parts, summarise
 from topr.evaluation.report import write_report
-from topr.identity import data_hash, policy_hash
+from topr.identity import content_hash, data_hash, policy_hash
 from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
 from topr.policy import resolve_policy
+from topr.runs import DECISIVE, lookup
 from topr.trajectories import Trajectory, read_metadata
 from topr.trajectories.curate import Curation, Way, curate
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "--trainer.logger.init_args"
-# arguments of train.py that every iteration sets anew, or that leave no policy behind
-NOT_ALLOWED = (
-    "--data.train",
-    "--data.out",
-    "--seed_everything",
-    "--ckpt_path",
-    "--print_config",
-    "--trainer.logger",
-    "--trainer.fast_dev_run",
-)
-# beginnings of the settings that decide where train.py runs, not what it computes
-MAY_CHANGE = (
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.enable_progress_bar",
-    "model.sampler",
-    "model.threads",
-    "model.compile",
-    "model.activation_checkpointing",
-    "model.reshard_after",
-    "data.microbatch_tokens",
-    "data.num_workers",
-)
+# arguments of train.py that every iteration sets anew
+NOT_ALLOWED = ("--data.train", "--data.out", "--seed_everything", "--ckpt_path", "--trainer.logger")
 
 
 def train(*arguments: str, capture: bool = False) -> str:
@@ -66,12 +42,11 @@ def train(*arguments: str, capture: bool = False) -> str:
         what it prints, with `capture`.
 
     Raises:
-        SystemExit: it failed and has printed why; 2 for bad input, 143 for a signal, else 1.
+        SystemExit: it failed and has printed why.
     """
     sys.stdout.flush()
     with subprocess.Popen(
         [sys.executable, TRAIN, *arguments],
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if capture else None,
         text=True,
         preexec_fn=die_with_parent,
@@ -83,8 +58,7 @@ def train(*arguments: str, capture: bool = False) -> str:
             process.terminate()  # leaving the block waits for its end
             raise
     if process.returncode:
-        known = {2: 2, 143: 143, -signal.SIGTERM: 143}
-        raise SystemExit(known.get(process.returncode, 1))
+        raise SystemExit(process.returncode if process.returncode in (2, 143) else 1)
     return output
 
 
@@ -120,28 +94,25 @@ class Driver:
 
     def run(self) -> None:
         """Iterate, and report after each iteration."""
-        config = load_config(self.rest, self.before_sampling)
+        config = self.load_config()
         out = self.prepare(config)
-        data = config["data"]
         policy = config["model"]["policy"]
-        updates = 0
-        tests = []
-        rows = {}
+        data = config["data"]
+        tests: list[pd.DataFrame] = []
+        rows: list[dict[str, Any]] = []
         for number in range(self.iterations + 1):
             folder = out / f"iteration_{number}"
             seed = 1000 * self.seed + 999  # of every test
             self.predict(policy, folder / "test", seed, data["test"], data["samples"])
-            tests.append(read_parts(folder / "test"))
-            row = {"iteration": number, "policy": policy, "updates": updates}
-            row |= compare(tests, self.seed)
+            tests.append(by_problem(read_parts(folder / "test")))
+            rows.append({"policy": policy} | compare(tests, self.seed))
             if number < self.iterations:
                 seed = 1000 * self.seed + number
-                row["curation"] = self.select(policy, folder, seed, data["problems"], number)
-                run = self.fit(policy, folder, seed)
-                policy = str(run / "policy")
-                updates += json.loads((run / "summary.json").read_text())["steps"]
-            rows[str(number)] = row
-            text = write_report(out, {"iterations": list(rows.values())}, {out.name: rows})
+                self.predict(policy, folder / "samples", seed, data["problems"], self.pool)
+                rows[-1]["curation"] = select(folder, replace(self.curation, seed=seed), number)
+                policy = str(self.fit(policy, folder, seed) / "policy")
+            labelled = {f"iteration {place}": row for place, row in enumerate(rows)}
+            text = write_report(out, {"iterations": rows}, labelled)
             print(f"\n{text}\nwrote results.json, results.md and results.png under {out}")
 
     def prepare(self, config: dict[str, Any]) -> Path:
@@ -155,9 +126,20 @@ class Driver:
         out = self.out or Path(logger["save_dir"], f"{logger['name']}-iterated")
         check_folder("--out", out)
         lock(out)
-        own = {"iterations": self.iterations, "seed": self.seed, "pool": self.pool}
-        check_settings(out, asdict(self.curation) | own | contents(config))
+        check_same(out, config, asdict(self.curation), self.seed, self.pool)
         return out
+
+    def load_config(self) -> dict[str, Any]:
+        """The configuration of train.py."""
+        for argument in self.rest:
+            if argument.startswith(NOT_ALLOWED):
+                message = f"{argument} cannot be given: topr.iterate sets what differs by iteration"
+                raise InputError(f"{message}, from --out and --seed")
+        config = yaml.safe_load(train("fit", *self.rest, "--print_config", capture=True))
+        if "ServerSampler" in str(config["model"]["sampler"]) and not self.before_sampling:
+            message = "a ServerSampler needs --before-sampling COMMAND"
+            raise InputError(f"{message}, which puts the policy in $POLICY on the server")
+        return config
 
     def predict(self, policy: str, out: Path, seed: int, problems: str, samples: int) -> None:
         """Sample responses to problems into a folder of trajectory files."""
@@ -180,19 +162,10 @@ class Driver:
         )
         partial.rename(out)
 
-    def select(self, policy: str, folder: Path, seed: int, problems: str, number: int) -> dict:
-        """Write train.parquet, a selection of responses to training problems; figures of it."""
-        chosen = folder / "train.parquet"
-        if not chosen.exists():
-            self.predict(policy, folder / "samples", seed, problems, self.pool)
-            files = sorted(map(str, (folder / "samples").glob("part-*.parquet")))
-            curate(files, chosen, replace(self.curation, seed=seed), iteration=number)
-        return read_metadata(chosen)["sampling"]["curation"]
-
     def fit(self, policy: str, folder: Path, seed: int) -> Path:
         """Train a policy on train.parquet; the folder of the run."""
-        summaries = "fit/version_*/summary.json"
-        if not any(folder.glob(summaries)):
+        run = folder / "fit" / "version_0"
+        if not (run / "summary.json").exists():
             train(
                 "fit",
                 *self.rest,
@@ -204,59 +177,31 @@ class Driver:
                 f"{LOGGER}.name=fit",
                 "--ckpt_path=last",
             )
-        return next(folder.glob(summaries)).parent
+        return run
 
 
-def load_config(rest: list[str], before_sampling: str) -> dict[str, Any]:
-    """The configuration of train.py; an InputError for what would otherwise go wrong unnoticed."""
-    for argument in rest:
-        if argument.startswith(NOT_ALLOWED):
-            message = f"{argument} cannot be given: topr.iterate sets what differs by iteration"
-            raise InputError(f"{message}, from --out and --seed")
-    config = yaml.safe_load(train("fit", *rest, "--print_config", capture=True))
-    if "ServerSampler" in str(config["model"]["sampler"]) and not before_sampling:
-        message = "a ServerSampler needs --before-sampling COMMAND"
-        raise InputError(f"{message}, which puts the policy in $POLICY on the server")
-    return config
+def select(folder: Path, curation: Curation, iteration: int) -> dict[str, Any]:
+    """Write train.parquet, a selection of the samples in a folder; figures of it."""
+    chosen = folder / "train.parquet"
+    if not chosen.exists():
+        files = sorted(map(str, (folder / "samples").glob("part-*.parquet")))
+        curate(files, chosen, curation, iteration)
+    return read_metadata(chosen)["sampling"]["curation"]
 
 
-def contents(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted keys, with hashes of the policy and the problems in place of names."""
-    settings = pd.json_normalize(config).to_dict("records")[0]
-    settings["model.policy"] = policy_hash(settings["model.policy"])
-    for key in ("data.test", "data.problems"):
-        files = sorted(glob(str(settings[key])))
-        if files:  # else it is a hub data set, which keeps its name
-            settings[key] = data_hash(files)
-    return settings
-
-
-def check_settings(out: Path, now: dict[str, Any]) -> None:
-    """Keep the settings in iterate.json; an InputError if the folder holds results of others."""
+def check_same(out: Path, config: dict[str, Any], *own: Any) -> None:
+    """Keep a hash of what decides the results in iterate.json; an InputError if the folder holds
+    results of another command."""
+    decisive = [lookup(config, key) for key in [*DECISIVE, "data.samples", "data.sampling"]]
+    decisive.append(policy_hash(config["model"]["policy"]))
+    for problems in (config["data"]["test"], config["data"]["problems"]):
+        decisive.append(data_hash([problems]) if os.path.isfile(problems) else problems)
+    now = {"settings": content_hash(decisive, own)}
     path = out / "iterate.json"
-    if any(out.glob("iteration_*")):
-        before = json.loads(path.read_text())
-        # it may be raised
-        before["iterations"] = max(before["iterations"], now["iterations"])
-        for key in before | now:
-            if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
-                change = f"{key} = {before.get(key)!r:.80}, now it is {now.get(key)!r:.80}"
-                message = f"{out} holds results with {change}"
-                raise InputError(f"{message}; give the same command, or another --out")
-    write_text(path, json.dumps(now, indent=2) + "\n")
-
-
-def compare(tests: list[list[Trajectory]], seed: int) -> dict[str, Any]:
-    """Metrics of the last test, and its differences to the first and the previous one."""
-    last = by_problem(tests[-1])
-    row: dict[str, Any] = {"problems": len(last), "samples": len(tests[-1]) // len(last)}
-    row |= summarise(columns(last), seed)
-    if len(tests) > 1:
-        for name, other in (("first", tests[0]), ("previous", tests[-2])):
-            # of the problems and metrics in both: a server may have dropped responses
-            paired = (last - by_problem(other)).dropna(axis=1, how="all").dropna().sort_index()
-            row[f"difference_to_{name}"] = summarise(columns(paired), seed)
-    return row
+    if path.exists() and json.loads(path.read_text()) != now:
+        message = f"{out} holds results of other settings, or of changed files"
+        raise InputError(f"{message}; give the same command, or another --out")
+    write_text(path, json.dumps(now) + "\n")
 
 
 def by_problem(test: list[Trajectory]) -> pd.DataFrame:
@@ -265,8 +210,16 @@ def by_problem(test: list[Trajectory]) -> pd.DataFrame:
     return pd.DataFrame(per_problem(test), index=list(ids))
 
 
-def columns(frame: pd.DataFrame) -> dict[str, np.ndarray]:
-    return {name: frame[name].to_numpy() for name in frame}
+def compare(tests: list[pd.DataFrame], seed: int) -> dict[str, Any]:
+    """Metrics of the last test, and its differences to the first and the previous one."""
+    last = tests[-1]
+    row = {"problems": len(last)} | summarise(last, seed)
+    if len(tests) > 1:
+        for name, other in (("first", tests[0]), ("previous", tests[-2])):
+            # of the problems and metrics in both: a server may have dropped responses
+            paired = (last - other).dropna(axis=1, how="all").dropna().sort_index()
+            row[f"difference_to_{name}"] = summarise(paired, seed)
+    return row
 
 
 def parse() -> Driver:

@@ -23,14 +23,12 @@ from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
 from topr.sampling.base import Sampler
-from topr.settings import plain
+from topr.settings import save_hyperparameters
 from topr.statistics import Rows, check_finite, check_start, columns_of, gather_columns, statistics
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
 
 MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-# by which Lightning makes a module from hyper-parameters that are class paths and arguments
-INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class PolicyModule(LightningModule):
@@ -75,10 +73,7 @@ class PolicyModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ):
         super().__init__()
-        self.save_hyperparameters(logger=False)
-        if "_instantiator" not in self.hparams:  # made in Python: objects become plain values
-            settings = {name: plain(value) for name, value in self.hparams.items()}
-            self.hparams.update(settings, _instantiator=INSTANTIATOR)
+        save_hyperparameters(self)
         check_output(loss)
         self.policy_name = policy
         self.task = task
@@ -95,7 +90,7 @@ class PolicyModule(LightningModule):
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
-        self.validation_due = False  # whether a checkpoint was written just before a validation
+        self.validation_due = False  # whether the checkpoint was written just before a validation
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -206,15 +201,24 @@ class PolicyModule(LightningModule):
         """End the run before an update that would do harm; see `topr.statistics`."""
         data = getattr(self.trainer.train_dataloader, "data", None)
         check_finite(rows, norm, self.global_step + 1, data)
-        if self.global_step == 0:
+        if self.max_abs_log_ratio is None:
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
             check_start(rows, str(self.trainer.precision), data)
 
     def log_update(self, rows: Rows, more: dict[str, float]) -> None:
         """Log the figures of an update, which are the same on all ranks."""
         figures = statistics(rows) | more
-        self.log("train/loss", figures.pop("train/loss"), prog_bar=True)
-        self.log_dict(figures)
+        for name, value in figures.items():  # for callbacks
+            self.log(name, value, logger=False, prog_bar=name == "train/loss")
+        self.write_update(figures)
+
+    def write_update(self, figures: dict[str, float]) -> None:
+        """Write figures of the last update at its number, from 0. At once: Lightning would write
+        them after a checkpoint of this update, and a run killed in between would lack them."""
+        every = self.trainer.log_every_n_steps
+        if every and self.global_step % every == 0:
+            for logger in self.loggers:
+                logger.log_metrics(figures, self.global_step - 1)
 
     def validation_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
         """Sample, grade and log responses to this rank's problems; returns them."""
@@ -237,12 +241,12 @@ class PolicyModule(LightningModule):
         from topr.evaluation.live import figures, sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(self, batch, trajectories))
+        found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
-        if not self.trainer.sanity_checking and not self.trainer.training:
-            # in fit for callbacks alone
-            self.log_dict(found, logger=not fitting, batch_size=1)
-        if fitting:
+        if self.trainer.validating or self.trainer.testing:
+            self.log_dict(found, logger=bool(self.loggers) and not fitting, batch_size=1)
+        # Lightning checks the sanity of some resumed runs, too
+        if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):
             self.write_figures(found)
         return trajectories
 
@@ -252,8 +256,8 @@ class PolicyModule(LightningModule):
             logger.log_metrics(figures, self.global_step)
 
     def on_train_start(self) -> None:
-        """Log the validation that a resumed run's checkpoint came just before, or just after: the
-        loggers keep what was logged before the checkpoint's update."""
+        """Make up for the validation that a resumed run's checkpoint was written just before. The
+        loggers have dropped what they got at the checkpoint's number of updates, or after it."""
         if self.validation_due:
             self.validation_due = False
             for batch in self.trainer.val_dataloaders or []:
@@ -262,10 +266,11 @@ class PolicyModule(LightningModule):
             self.write_figures(self.validated[1])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.save()
         loop: Any = self.trainer.fit_loop
-        due = not self.trainer.validating and loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        )
+        due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        due = due and not self.trainer.validating  # which Lightning begins again by itself
         checkpoint["topr"] = {
             "validated": self.validated,
             "validation_due": bool(due and self.validated[0] < self.global_step),

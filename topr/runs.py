@@ -105,8 +105,8 @@ class Run:
                 arguments.version = self.version
             elif "save_dir" in arguments:
                 arguments.save_dir = str(self.folder)
-            if logger.class_path.endswith("TensorBoardLogger") and self.done:
-                # TensorBoard drops what was logged after the checkpoint
+            if logger.class_path.endswith("TensorBoardLogger"):
+                # TensorBoard drops what an interrupted run has logged since the checkpoint
                 logger.dict_kwargs = {"purge_step": self.done}
             if logger.class_path.endswith("WandbLogger") and not arguments.version:
                 known = before[number]["init_args"]["version"] if number < len(before) else None

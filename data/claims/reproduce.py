@@ -67,7 +67,7 @@ def reproduce(
     for number in numbers:
         print(f"{number}. {CLAIMS[number]['statement']}", flush=True)
         claim, figure = measured(study, number)
-        draw(folder / f"claim_{number}.png", *by_series(figure))
+        draw(folder / f"claim_{number}.png", figure)
         report["claims"].append(claim)
         report["cpu_minutes"] = round(sum(study.commands.cpu_s.values()) / 60)
         write_text(folder / "claims.md", markdown(report))
@@ -86,18 +86,6 @@ def chosen_claims(claims: str | None, default: list[int]) -> list[int]:
         if text not in known:
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
     return sorted(map(int, numbers))
-
-
-def by_series(labelled: Rows) -> tuple[dict[str, Rows], str]:
-    """Rows by series and place, and the name of the axis: `TOPR at rate 0.1` is TOPR at 0.1."""
-    axis = ""
-    series: dict[str, Rows] = {}
-    for label, row in labelled.items():
-        name, _, where = label.partition(" at ")
-        word, _, place = where.rpartition(" ")
-        axis = axis or word
-        series.setdefault(name.strip(","), {})[place] = row
-    return series, axis
 
 
 def markdown(report: dict[str, Any]) -> str:

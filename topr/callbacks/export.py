@@ -41,7 +41,7 @@ class ExportPolicy(Callback):
         if data is None or data.test is None:
             return None
         batch = data.problem_batch("test", data.samples)
-        return live.summarise(module, batch, live.sample_and_grade(module, batch))
+        return live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.before is None:

@@ -25,7 +25,7 @@ class Preemption(Callback):
         self.signals = [signal.SIGTERM]
         if "SLURM_JOB_ID" in os.environ:
             self.signals.append(signal.SIGUSR1)
-        self.training = False
+        self.updated = False  # whether this process has made an update
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         stop_requested.clear()
@@ -49,19 +49,15 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.listen(trainer, pl_module)
-        self.training = True
         # ModelCheckpoint would keep the checkpoint that it resumes for ever
         folder = Path(trainer.log_dir or ".", "checkpoints")
         if trainer.ckpt_path and Path(trainer.ckpt_path).parent.absolute() == folder.absolute():
             trainer.ckpt_path = None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.updated = True
         if trainer.strategy.reduce_boolean_decision(stop_requested.is_set(), all=False):
             raise Preempted
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # a checkpoint written from now on would miss the end; the last one leads here again
-        self.training = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         preempted = Path(trainer.log_dir or ".", "checkpoints", PREEMPTED)  # a collective
@@ -77,7 +73,7 @@ class Preemption(Callback):
                     remove(folder)
         if not isinstance(exception, Preempted) or trainer.state.fn != "fit":
             return
-        if self.training and trainer.global_step and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.updated and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             path = Path(trainer.log_dir or ".", "checkpoints", PREEMPTED)
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
                 trainer.save_checkpoint(trainer.strategy.broadcast(temporary), weights_only=False)

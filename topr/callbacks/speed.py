@@ -78,7 +78,7 @@ class Speed(Callback):
             # 6 for each parameter and token: forward and backward, without attention
             flops = 6 * (self.body * computed + self.head * targets)
             figures["speed/utilisation"] = flops / seconds / self.peak
-        pl_module.log_dict(figures)
+        pl_module.write_update(figures)
 
 
 def peak_memory(device: torch.device) -> int:

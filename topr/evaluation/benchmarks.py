@@ -31,7 +31,5 @@ def find_benchmark(name: str) -> tuple[Task, str]:
 
 
 def find_verifier(task: Task) -> Verifier:
-    """The task of judging all solutions of a task."""
-    if isinstance(task, Arithmetic):
-        return ArithmeticVerifier(balance=False)
-    return Verifier(task, balance=False)
+    """The task of judging solutions of a task."""
+    return ArithmeticVerifier() if isinstance(task, Arithmetic) else Verifier(task)

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import pipeline
-from topr.evaluation.metrics import PerProblem
+from topr.evaluation.metrics import per_problem_of_all_ranks
 from topr.evaluation.metrics import summarise as with_intervals
 from topr.policy.sharding import full_weights
 from topr.sampling.base import Sampler
@@ -56,15 +55,9 @@ def predict(module: "PolicyModule", batch: "PredictionBatch") -> list[Trajectory
         return batch.job.sample(batch.problems, sampler, module.policy, batch.microbatch_tokens)
 
 
-def summarise(
-    module: "PolicyModule", batch: "ProblemBatch", trajectories: list[Trajectory]
-) -> dict[str, Any]:
+def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str, Any]:
     """Metrics over the problems of all ranks: means with intervals."""
-    metrics = PerProblem(batch.samples).to(module.device)
-    metrics.update(trajectories)
-    # in the order of the file, however many ranks there are: the bootstrap draws by position
-    order = np.argsort(np.concatenate(gather(batch.numbers)))
-    return with_intervals({name: column[order] for name, column in metrics.compute().items()})
+    return with_intervals(per_problem_of_all_ranks(trajectories, batch.numbers, batch.samples))
 
 
 def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:

@@ -2,15 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from statistics import fmean
+from typing import Any
 
 import numpy as np
-import torch
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
+from topr.distributed import gather
 from topr.trajectories import Trajectory
 
 Responses = list[Trajectory]
@@ -36,12 +35,12 @@ def maj_at_k(
         weights: of each vote; 1 by default.
     """
     is_correct = dict(zip(answers, correct, strict=True))
-    ballots = list(zip(answers, weights or [1.0] * len(answers), strict=True))
+    weights = weights or [1.0] * len(answers)
     results = []
-    for start in range(0, len(ballots) - k + 1, k):
+    for start in range(0, len(answers) - k + 1, k):
         votes: dict[str | None, float] = defaultdict(float)
-        for answer, weight in ballots[start : start + k]:
-            votes[answer] += weight
+        for i in range(start, start + k):
+            votes[answers[i]] += weights[i]
         votes.pop(None, None)
         most = max(votes.values(), default=0)
         tied = [is_correct[answer] for answer in votes if math.isclose(votes[answer], most)]
@@ -90,48 +89,45 @@ def per_problem(
     problems = group_by_problem(trajectories)
     ks = ks or [min(map(len, problems))]
     votes = iter(weights)
-    rows = [response_metrics(part, ks, list(islice(votes, len(part)))) for part in problems]
+    return columns(
+        [response_metrics(part, ks, list(islice(votes, len(part)))) for part in problems]
+    )
+
+
+def per_problem_of_all_ranks(
+    trajectories: Responses, numbers: list[int], k: int
+) -> dict[str, np.ndarray]:
+    """`per_problem` of the problems of all ranks, in the order of their numbers.
+
+    Args:
+        trajectories: responses to this rank's problems, perhaps to none.
+        numbers: of these problems in the whole set.
+        k: of pass@k and maj@k.
+    """
+    rows = [response_metrics(part, [k]) for part in group_by_problem(trajectories)]
+    found: dict[int, dict[str, float]] = {}
+    for part in gather(dict(zip(numbers, rows, strict=True))):
+        found |= part
+    return columns([found[number] for number in sorted(found)])
+
+
+def columns(rows: list[dict[str, float]]) -> dict[str, np.ndarray]:
+    """Rows of the same names as an array for each name."""
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-class PerProblem(Metric):
-    """`response_metrics` of the problems of all ranks, those of rank 0 first."""
-
-    values_PM: list[torch.Tensor]  # P problems, M metrics
-
-    def __init__(self, k: int):
-        super().__init__()
-        self.k = k
-        names = ["pass@1", f"pass@{k}", f"maj@{k}", "invalid", "length", "ungraded"]
-        self.names = list(dict.fromkeys(names))  # pass@1 once
-        self.add_state("values_PM", [], dist_reduce_fx="cat")
-
-    def update(self, trajectories: Responses) -> None:
-        """Add all responses to some problems, perhaps to none."""
-        problems = group_by_problem(trajectories)
-        rows = [list(response_metrics(part, [self.k]).values()) for part in problems]
-        values_PM = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        self.values_PM.append(values_PM.view(-1, len(self.names)))
-
-    def compute(self) -> dict[str, np.ndarray]:
-        """An array for each metric, with one value for each problem."""
-        values_MP = dim_zero_cat(self.values_PM).cpu().numpy().T
-        return dict(zip(self.names, values_MP, strict=True))
-
-
-def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(values: np.ndarray, seed: int = 0) -> list[float]:
     """95% percentile bootstrap interval of the mean of values, from 2,000 resamples."""
     rng = np.random.default_rng(seed)
     means = [rng.choice(values, len(values)).mean() for _ in range(2000)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    return np.quantile(means, [0.025, 0.975]).tolist()
 
 
-def summarise(values: dict[str, np.ndarray], seed: int = 0) -> dict[str, dict]:
+def summarise(values: Mapping[Any, Any], seed: int = 0) -> dict[str, dict]:
     """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values, or of their paired
     differences. `ungraded` is left out where it is 0, which it is for most graders."""
     return {
-        name: {"mean": float(column.mean()), "interval": list(bootstrap_interval(column, seed))}
+        name: {"mean": float(column.mean()), "interval": bootstrap_interval(column, seed)}
         for name, column in values.items()
         if name != "ungraded" or column.any()
     }

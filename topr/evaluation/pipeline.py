@@ -43,11 +43,9 @@ def sample_and_grade(
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
         for response_ids, finished in responses:
             # special tokens before the end stay in the text: they make an answer wrong
-            text_ids = response_ids[:-1] if finished else response_ids
-            text = tokenizer.decode(text_ids)
-            if task.requires_end and not finished:
-                grade = Grade(reward=-1.0, valid=False, answer=None)
-            else:
+            text = tokenizer.decode(response_ids[:-1] if finished else response_ids)
+            grade = Grade(reward=-1.0, valid=False, answer=None)
+            if finished or not task.requires_end:
                 grade = task.grade(graded_text(text, sampling), problem.gold)
             trajectory = Trajectory(
                 prompt_id=problem.id,
@@ -57,11 +55,9 @@ def sample_and_grade(
                 response=text,
                 response_ids=response_ids,
                 ref_logprobs=[],
-                reward=grade.reward,
                 finished=finished,
-                valid=grade.valid,
-                answer=grade.answer,
                 gold=problem.gold,
+                **grade._asdict(),
             )
             trajectories.append(trajectory)
     return trajectories
@@ -69,8 +65,9 @@ def sample_and_grade(
 
 def graded_text(response: str, sampling: Sampling) -> str:
     """The part of a response that is graded: all that stands before the first stop string."""
-    starts = [response.partition(stop)[0] for stop in sampling.stop]
-    return min(starts, key=len, default=response)
+    for stop in sampling.stop:
+        response = response.partition(stop)[0]
+    return response
 
 
 def derived_seed(*parts: int) -> int:
@@ -82,18 +79,15 @@ def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sa
     """Raise an InputError for the first problem that the policy cannot answer."""
     tokenizer = load_tokenizer(policy)
     vocabulary, context = vocabulary_and_context(policy)
-    longest = sampling.max_new_tokens
     for problem in problems:
         _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
-        name = f"problem {problem.id!r}"
-        if len(ids) + longest > context:
-            message = f"{name}: {len(ids)} prompt tokens and max_new_tokens = {longest}"
-            raise InputError(
-                f"{message} exceed the policy's context of {context}; lower the latter"
-            )
+        if len(ids) + sampling.max_new_tokens > context:
+            message = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
+            message += f" exceed the policy's context of {context}; lower the latter"
+            raise InputError(f"problem {problem.id!r}: {message}")
         if not ids or max(ids) >= vocabulary:
-            message = f"{name}: the prompt is empty or beyond the policy's vocabulary"
-            raise InputError(f"{message} of {vocabulary}; drop it")
+            message = f"the prompt is empty or beyond the policy's {vocabulary} token ids"
+            raise InputError(f"problem {problem.id!r}: {message}")
 
 
 @contextmanager
@@ -146,21 +140,26 @@ class SamplingJob:
         Raises:
             InputError: the folder holds another job's files.
         """
-        starts = range(0, len(self.problems), PART)
-        parts = [self.problems[start : start + PART] for start in starts]
-        if folder is None:
-            return [(None, part) for part in parts]
-        sweep(folder)
-        now = flat(self.metadata)
-        for path in sorted(folder.glob("*.parquet")):
-            before = flat(read_metadata(path))
-            changed = [f"{key} was {before.get(key)}" for key in now if before.get(key) != now[key]]
-            if changed:
-                message = f"{path} holds other trajectories than this command samples"
-                raise InputError(f"{message} ({'; '.join(changed)}); name another folder")
-        paths = [folder / f"part-{i:05d}.parquet" for i in range(len(parts))]
-        missing = zip(paths, parts, strict=True)
-        return [(path, part) for path, part in missing if not path.exists()]
+        if folder is not None:
+            sweep(folder)
+            for path in folder.glob("*.parquet"):
+                self.check_same(path)
+        missing: list[tuple[Path | None, list[Problem]]] = []
+        for start in range(0, len(self.problems), PART):
+            path = folder and folder / f"part-{start // PART:05d}.parquet"
+            if path is None or not path.exists():
+                missing.append((path, self.problems[start : start + PART]))
+        return missing
+
+    def check_same(self, path: Path) -> None:
+        """Raise an InputError if a file is not of this job."""
+        before = read_metadata(path)
+        before |= before["sampling"] or {}
+        now = self.metadata | self.metadata["sampling"]
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed:
+            message = f"{path} holds trajectories of another {', '.join(changed)}"
+            raise InputError(f"{message}; name another folder")
 
     def sample(
         self,
@@ -188,13 +187,6 @@ class SamplingJob:
         if trajectories:
             add_log_probs(policy, trajectories, microbatch_tokens)
         return trajectories
-
-
-def flat(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata with the entries of its `sampling` in place of the latter."""
-    rest = dict(metadata)
-    sampling = rest.pop("sampling") or {}
-    return rest | sampling
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

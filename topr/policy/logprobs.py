@@ -4,7 +4,6 @@ Shapes: N sampled tokens laid end to end, C of them in a chunk, L tokens of a ro
 T tokens of one response, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, from_numpy, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from topr.batching import Tokens, pack, partition
+from topr.batching import Tokens
 
 # Logits that exist at once: 350 positions of a 128k vocabulary on a CPU, 2,000 on a GPU.
 CHUNK_LOGITS = {"cpu": 45_000_000, "cuda": 2**28}
@@ -143,47 +142,3 @@ def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
     hidden_LD = hidden_BLD.flatten(0, 1)
     return hidden_LD.index_select(0, from_numpy(position_N).to(device, non_blocking=True))
-
-
-@torch.no_grad()
-def score(
-    policy: Any,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    microbatch_tokens: int,
-    sampled: Sequence[np.ndarray | None] = (),
-) -> list[np.ndarray]:
-    """log mu of the sampled tokens, a float32 array [T] for each response.
-
-    Computed by the forward that trains, in rows of at most `microbatch_tokens` tokens.
-
-    Args:
-        policy: a `Policy`.
-        prompts: token ids.
-        responses: token ids.
-        microbatch_tokens: tokens of a row.
-        sampled: which tokens of each response were sampled; see `pack`.
-    """
-    prompt_index: dict[bytes, int] = {}
-    for ids in prompts:
-        prompt_index.setdefault(ids.tobytes(), len(prompt_index))
-    sizes = np.array(
-        [
-            [prompt_index[ids.tobytes()] for ids in prompts],
-            [len(ids) for ids in prompts],
-            [len(ids) for ids in responses],
-        ]
-    )
-    scores: list[np.ndarray] = [np.empty(0)] * len(prompts)
-    for row in partition(sizes, microbatch_tokens, padded=policy.padded):
-        tokens = pack(
-            [prompts[i] for i in row],
-            [responses[i] for i in row],
-            [sampled[i] for i in row] if len(sampled) else (),
-        )
-        log_probs_N = policy.log_probs(tokens.to(policy.device))
-        # the log-prob of a certain token can round to above 0
-        log_probs_N = log_probs_N.clamp(max=0).float().cpu()
-        for i, log_probs_T in zip(row, log_probs_N.split(tokens.lengths), strict=True):
-            scores[i] = log_probs_T.numpy()
-    return scores

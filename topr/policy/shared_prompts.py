@@ -2,10 +2,10 @@
 
 Nothing is padded, and a prompt is computed once for all of its responses. Log-probs and gradients
 are those of one forward for each trajectory. On a GPU in half precision the attention is torch's
-flash attention over sequences of any length; otherwise it is `SpanAttention`.
+flash attention over sequences of any length (`flash.py`); otherwise it is `SpanAttention`.
 
 Shapes: L tokens of the row, H heads, G heads of keys and values, D of a head; N spans of a bucket,
-R queries of a span, K keys of a span, S keys of all spans laid end to end.
+R queries of a span, K keys of a span.
 """
 
 import warnings
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, from_numpy, nn
-from torch.nn.attention import varlen
 
 from topr.batching import Span, Tokens, pack
 
@@ -135,11 +134,12 @@ def attend(
         inputs = (module, query, key, value, attention_mask)
         return usual_attention(softcap)(*inputs, scaling=scaling, softcap=softcap, **kwargs)
     rows = (query[0] * scaling, key[0], value[0])
-    if softcap is None and has_flash(query):
-        out_LHD = flash_attention(*rows, spans.spans, sliding_window)
-    else:
-        out_LHD = span_attention(*rows, spans.spans, sliding_window, softcap)
-    return out_LHD[None], None
+    if softcap is None and query.is_cuda and torch.is_autocast_enabled("cuda"):
+        from topr.policy import flash
+
+        if flash.takes(query):
+            return flash.attention(*rows, spans.spans, sliding_window)[None], None
+    return span_attention(*rows, spans.spans, sliding_window, softcap)[None], None
 
 
 def usual_attention(softcap: float | None) -> Callable:
@@ -149,61 +149,6 @@ def usual_attention(softcap: float | None) -> Callable:
     else:
         from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as attention
     return attention
-
-
-def has_flash(query: Tensor) -> bool:
-    """Whether flash attention over spans takes queries of this device, precision and width."""
-    if not query.is_cuda or not torch.is_autocast_enabled("cuda"):
-        return False
-    recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return recent and query.shape[-1] in range(8, 257, 8)
-
-
-def flash_attention(
-    query_HLD: Tensor,
-    key_GLD: Tensor,
-    value_GLD: Tensor,
-    spans: tuple[Span, ...],
-    window: int | None,
-) -> Tensor:
-    """Flash attention over sequences of any length, [L, H, D], in the precision of autocast.
-
-    The keys and values of a prompt are copied for each of its responses.
-    """
-    rows_S, *sequences = key_sequences(spans, query_HLD.device)
-    # rotary embeddings leave float32
-    dtype = torch.get_autocast_dtype(query_HLD.device.type)
-    query_LHD = query_HLD.transpose(0, 1).to(dtype)
-    key_LGD = key_GLD.transpose(0, 1).to(dtype)
-    value_LGD = value_GLD.transpose(0, 1).to(dtype)
-    return varlen.varlen_attn(
-        query_LHD.contiguous(),
-        key_LGD.index_select(0, rows_S),
-        value_LGD.index_select(0, rows_S),
-        *sequences,
-        scale=1,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
-    )
-
-
-@lru_cache(maxsize=4)  # each layer asks
-def key_sequences(
-    spans: tuple[Span, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """The keys of all spans laid end to end, for flash attention.
-
-    Returns:
-        The place in the row of each key [S]; where the queries and the keys of each span start,
-        and the last end [spans + 1]; the most queries and the most keys of a span.
-    """
-    rows = [np.r_[first:last, start:end] for start, end, first, last in spans]
-    queries = torch.tensor([0] + [end - start for start, end, _, _ in spans])
-    keys = torch.tensor([0] + list(map(len, rows)))
-    rows_S = from_numpy(np.concatenate(rows)).to(device)
-    query_ends = queries.cumsum(0, dtype=torch.int32).to(device)
-    key_ends = keys.cumsum(0, dtype=torch.int32).to(device)
-    return rows_S, query_ends, key_ends, int(queries.max()), int(keys.max())
 
 
 def span_attention(

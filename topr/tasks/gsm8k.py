@@ -2,27 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from decimal import Context, Decimal
+from decimal import Decimal
 from typing import Any
 
-from jsonargparse.typing import NotEmptyStr
-
 from topr.sampling import Sampling
-from topr.tasks.task import (
-    Grade,
-    Problem,
-    Prompt,
-    Task,
-    after_thinking,
-    exact_grade,
-    question_prompt,
-)
+from topr.tasks.task import Grade, Problem, Task, after_thinking, exact_grade
 
 # A sign (none in "18-20"), a dollar sign, thousands with or without commas, a decimal part.
 # ASCII digits only: `\d` also matches other scripts.
 NUMBER = re.compile(r"(?:(?<!\w)[-−])?(?:\$[-−]?)?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)")
 SENTENCE_END = re.compile(r"\n|[.!?](?![0-9])")
-EXACT = Context(prec=1000)  # more digits than a response holds
 
 
 @dataclass(eq=False)
@@ -30,28 +19,23 @@ class GSM8K(Task):
     """Problems from `openai/gsm8k/main:test`, or from a file of rows
     `{"question": …, "answer": "… #### 18"}`."""
 
-    marker: NotEmptyStr = "The answer is"  # the paper's: a response without it is invalid
-    name = "gsm8k"
+    marker: str = "The answer is"  # the paper's: a response without it is invalid
+    name = instruction = "gsm8k"
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"question": (str,), "answer": (str,)}
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        _, marked, number = row["answer"].rpartition("####")
-        gold = last_number(number) if marked else None
+        gold = last_number(row["answer"].partition("####")[2])
         if gold is None:
             raise ValueError(f"row {index} holds no number after '####' in its answer; add one")
         return Problem(str(row.get("id", index)), row["question"], gold)
-
-    def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        return question_prompt("gsm8k", problem.prompt, tokenizer, self.marker)
 
     def grade(self, response: str, gold: str) -> Grade:
         """The answer is the last number of the first sentence after the last marker, as in
         "The answer is 9 + 9 = $18." Without a marker or a number the response is invalid."""
         _, marker, rest = after_thinking(response).rpartition(self.marker)
         sentence = SENTENCE_END.split(rest.lstrip(" \n:*$"))[0]
-        answer = last_number(sentence) if marker else None
-        return exact_grade(answer, gold)
+        return exact_grade(last_number(sentence) if marker else None, gold)
 
     def grade_leniently(self, response: str, gold: str) -> Grade:
         """The answer is the last number of the response."""
@@ -63,5 +47,6 @@ def last_number(text: str) -> str | None:
     numbers = NUMBER.findall(text)
     if not numbers:
         return None
-    value = Decimal(re.sub("[$,]", "", numbers[-1].replace("−", "-")))
-    return f"{EXACT.normalize(value):f}" if value else "0"
+    value = f"{Decimal(re.sub('[$,]', '', numbers[-1].replace('−', '-'))):f}"
+    value = value.rstrip("0").rstrip(".") if "." in value else value
+    return "0" if value == "-0" else value

@@ -18,7 +18,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, question_prompt
+from topr.tasks.task import Grade, Problem, Task, after_thinking
 
 SECONDS = 4  # per comparison
 LONGEST = 400  # characters of an answer
@@ -79,7 +79,7 @@ class MATH(Task):
     """MATH (Hendrycks et al., 2021) and its selection MATH-500. Rows hold `problem` and either
     `answer` or, as in the training split, `solution`, whose last box is the answer."""
 
-    name = "math"
+    name = instruction = "math"
     sources = [Path(__file__).with_name("equivalence.py")]
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"problem": (str,)}
@@ -89,12 +89,9 @@ class MATH(Task):
         gold = row.get("answer") or last_box(row.get("solution") or "")
         if not gold:
             raise ValueError(
-                rf"row {index} has neither an answer nor a solution with a \boxed{{}}; add one"
+                f"row {index} has neither an answer nor a solution with a box; add one"
             )
         return Problem(str(row.get("unique_id", index)), row["problem"], gold)
-
-    def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        return question_prompt("math", problem.prompt, tokenizer)
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last complete box means the same as the gold.

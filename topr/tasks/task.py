@@ -49,6 +49,8 @@ class Task(Configurable, ABC):
     requires_end = False  # whether a response that the length limit cut off is invalid
     sampling = Sampling()  # defaults of evaluate.py; train.py takes data.sampling
     sources: list[Path] = []  # files beside the class's own module that decide grades
+    instruction = ""  # a key of prompts.yaml; none: the prompt is the problem's own
+    marker = ""  # what the instruction asks for
     # Columns of the problem file and their types. Optional ones may be absent.
     columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
     optional: dict[str, tuple[type, ...]] = {"id": (str, int)}
@@ -66,8 +68,7 @@ class Task(Configurable, ABC):
             problems = [self.problem(row, index) for index, row in enumerate(rows)]
         ids = [problem.id for problem in problems]
         if len(set(ids)) < len(ids):
-            twice = max(ids, key=ids.count)
-            raise InputError(f"{source}: several problems have the id {twice!r}; make ids unique")
+            raise InputError(f"{source}: several problems have the same id; make ids unique")
         return problems
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
@@ -77,8 +78,21 @@ class Task(Configurable, ABC):
         return Problem(str(row.get("id", index)), row["prompt"], row["gold"])
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
-        """The prompt for a problem; `encode_prompt` tokenises it."""
-        return problem.prompt
+        """The prompt for a problem; `encode_prompt` tokenises it.
+
+        With an instruction, models with a chat template get one chat message, others a text with
+        worked examples."""
+        if not self.instruction:
+            return problem.prompt
+        texts = PROMPTS[self.instruction]
+        instruction = texts["instruction"].replace("{marker}", self.marker)
+        if tokenizer.chat_template is not None:
+            return [{"role": "user", "content": f"{problem.prompt}\n\n{instruction}"}]
+        prompt = f"{instruction}\n\n"
+        for example in texts["examples"]:
+            answer = example["answer"].replace("{marker}", self.marker)
+            prompt += f"Question: {example['question']}\nAnswer: {answer}\n\n"
+        return f"{prompt}Question: {problem.prompt}\nAnswer:"
 
     @abstractmethod
     def grade(self, response: str, gold: str) -> Grade:
@@ -89,20 +103,6 @@ class Task(Configurable, ABC):
     def grade_leniently(self, response: str, gold: str) -> Grade | None:
         """A second grade by a looser rule, reported as `lenient`; None: there is no such rule."""
         return None
-
-
-def question_prompt(task: str, question: str, tokenizer: Any, marker: str = "") -> Prompt:
-    """A question with the instruction of `prompts.yaml`.
-
-    Models with a chat template get one chat message, others a text with worked examples."""
-    instruction = PROMPTS[task]["instruction"].replace("{marker}", marker)
-    if tokenizer.chat_template is not None:
-        return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
-    prompt = f"{instruction}\n\n"
-    for example in PROMPTS[task]["examples"]:
-        answer = example["answer"].replace("{marker}", marker)
-        prompt += f"Question: {example['question']}\nAnswer: {answer}\n\n"
-    return f"{prompt}Question: {question}\nAnswer:"
 
 
 def after_thinking(response: str) -> str:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,15 +10,7 @@ from typing import Any
 from topr.io import InputError
 from topr.policy import render_prompt
 from topr.sampling import Sampling
-from topr.tasks.task import (
-    Grade,
-    Problem,
-    Prompt,
-    Task,
-    after_thinking,
-    exact_grade,
-    question_prompt,
-)
+from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade
 from topr.trajectories.file import Trajectory, read_trajectories, resolve_files
 
 
@@ -28,40 +20,35 @@ class Verifier(Task):
 
     Args:
         task: the candidates' task. Its prompt is removed from around the question.
-        balance: keep as many correct as incorrect candidates: a random choice with a fixed seed.
     """
 
-    name = "verifier"
+    name = instruction = "verifier"
     sampling = Sampling(stop=["\nQuestion:"])
     task: Task | None = None
-    balance: bool = True
     marker = "Verdict:"
     verdicts = ("correct", "incorrect")  # on a correct solution, on an incorrect one
 
     def problems(self, source: str | Path) -> list[Problem]:
-        """Read problems from a trajectory file, or from several by a glob.
+        """Read problems from a trajectory file, or from several by a glob: a random choice of as
+        many correct as incorrect candidates, always the same.
 
         Raises:
-            InputError: `balance` is set, and no candidate is correct or none is incorrect.
+            InputError: no candidate is correct, or none is incorrect.
         """
         trajectories = []
         for path in resolve_files(str(source), "solutions to judge"):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
-        if not self.balance:
-            return problems
-        by_verdict: dict[str, list[Problem]] = {}
+        alike: dict[str, list[str]] = {}
         for problem in problems:
-            by_verdict.setdefault(problem.gold, []).append(problem)
-        if len(by_verdict) < 2:
-            raise InputError(
-                f"{source}: every solution is {problems[0].gold}; sample more solutions"
-            )
-        count = min(map(len, by_verdict.values()))
+            alike.setdefault(problem.gold, []).append(problem.id)
+        if len(alike) < 2:
+            raise InputError(f"{source}: every solution is {problems[0].gold}; sample more")
+        count = min(map(len, alike.values()))
         rng = random.Random(0)
         kept: set[str] = set()
-        for alike in by_verdict.values():
-            kept.update(problem.id for problem in rng.sample(alike, count))
+        for ids in alike.values():
+            kept.update(rng.sample(ids, count))
         return [problem for problem in problems if problem.id in kept]
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
@@ -75,33 +62,31 @@ class Verifier(Task):
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
         """Question and candidate, with the request for a critique that ends in a verdict."""
-        question = self.question(problem.prompt, tokenizer)
         solution = after_thinking(problem.solution or "")
         # A candidate must not end the question, or start a new chat message.
         for text in [*self.sampling.stop, *tokenizer.all_special_tokens]:
             solution = solution.partition(text)[0]
+        question = self.question(problem.prompt, tokenizer)
         asked = f"{question}\n\nSolution: {solution.strip()}"
-        return question_prompt("verifier", asked, tokenizer, self.marker)
+        return super().prompt(replace(problem, prompt=asked), tokenizer)
 
     def question(self, prompt: str, tokenizer: Any) -> str:
         """The question within a prompt of the candidates' task; otherwise the whole prompt."""
         if self.task is None:
             return prompt
-        blank = Problem("", "\0", "")
-        rendered = render_prompt(self.task.prompt(blank, tokenizer), tokenizer)
-        before, _, after = rendered.partition("\0")
+        blank = self.task.prompt(Problem("", "\0", ""), tokenizer)
+        before, _, after = render_prompt(blank, tokenizer).partition("\0")
         if prompt.startswith(before) and prompt.endswith(after):
-            return prompt[len(before) : len(prompt) - len(after)]
+            return prompt.removeprefix(before).removesuffix(after)
         return prompt
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without a verdict."""
         text = re.sub("[*_`]", "", after_thinking(response))
-        found = re.match(
-            rf"(?s:.*){self.marker}\s*(.*)", text
-        )  # the rest of the last marker's line
-        verdict = found[1].strip(" .!").lower() if found else None
-        return exact_grade(verdict if verdict in self.verdicts else None, gold)
+        _, marker, rest = text.rpartition(self.marker)
+        verdict = rest.strip().partition("\n")[0].strip(" .!").lower()
+        known = marker and verdict in self.verdicts
+        return exact_grade(verdict if known else None, gold)
 
     def weight(self, critiques: list[Trajectory]) -> float:
         """A solution's weight in a vote: the share of its critiques that call it correct."""

@@ -7,6 +7,6 @@ __getattr__ = lazy(
     __name__,
     curate=["agreed"],
     file=["SCHEMA", "Trajectory", "batches", "read_metadata", "read_trajectories"]
-    + ["write_tables", "write_trajectories"],
+    + ["write_table", "write_trajectories"],
     scoring=["add_log_probs"],
 )

@@ -2,73 +2,61 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt
 
 from topr.io import ArgumentParser, InputError, check_folder, command, printable
-from topr.trajectories.curate import Curation, curate
-from topr.trajectories.file import METADATA_KEYS, SCHEMA, batches, read_metadata, resolve_files
+from topr.trajectories.curate import Curation, curate, figures, reward_and_group
+from topr.trajectories.file import (
+    METADATA_KEYS,
+    SCHEMA,
+    batches,
+    expand_globs,
+    read_metadata,
+    resolve_files,
+)
 from topr.trajectories.importing import import_files
-from topr.trajectories.rows import EXPECTED, resolve_sources
-
-if TYPE_CHECKING:
-    import pandas as pd
+from topr.trajectories.rows import EXPECTED
 
 
 def report(files: list[str]) -> str:
     """Statistics of trajectory files, read as one set. Raises an InputError for a bad one."""
     import pandas as pd
 
-    lines = []
+    facts: dict[str, Any] = {}
     metadata = [read_metadata(file) for file in files]
-    for key in METADATA_KEYS:
-        values = dict.fromkeys(str(entry[key]) for entry in metadata)  # each once, in their order
-        lines.append(f"{key:<13} {' | '.join(values)}")
-    tables = [_statistics(table) for file in files for table in batches(file)]
-    rows = pd.concat(tables, ignore_index=True)
-    share = rows.groupby("group").positive.mean()
-    mixed = share.between(0, 1, inclusive="neither").sum()
-    lines.append(f"trajectories  {len(rows):,} of {rows.prompt_id.nunique():,} prompts")
-    lines.append(f"groups        {len(share):,}, {mixed:,} of them with positives and negatives\n")
+    for key in METADATA_KEYS:  # each value once
+        facts[key] = " | ".join(dict.fromkeys(str(entry[key]) for entry in metadata))
+    facts |= figures(*reward_and_group(files))
+    lines = [f"{name:<14} {value}" for name, value in facts.items()]
+    rows = pd.concat(statistics(table) for file in files for table in batches(file))
     table = rows.describe(percentiles=[0.5, 0.95]).T  # a row of statistics for each column
-    return "\n".join([*lines, table.to_string(float_format="{:,.4g}".format)])
+    return "\n".join([*lines, "", table.to_string(float_format="{:,.4g}".format)])
 
 
-def _statistics(table: pa.Table) -> "pd.DataFrame":
-    """The columns of the report, one row for each trajectory; `valid` is NaN where not graded."""
-    rows = table.select(["prompt_id", "group", "reward"]).to_pandas()
-    rows["positive"] = (rows.reward >= 0).astype(float)
-    for name in ("finished", "valid"):
-        rows[name] = table[name].to_pandas().astype(float)
+def statistics(table: pa.Table) -> Any:
+    """A data frame with a row for each trajectory; `valid` is NaN where not graded."""
+    rows = table.select(["reward", "finished", "valid"]).to_pandas().astype(float)
     rows["prompt_tokens"] = pc.list_value_length(table["prompt_ids"]).to_numpy()
     rows["response_tokens"] = pc.list_value_length(table["response_ids"]).to_numpy()
-    log_mu = []
-    scores = table["ref_logprobs"].to_numpy()
-    marks = table["sampled"].to_numpy()
-    for log_probs, sampled in zip(scores, marks, strict=True):
-        log_mu.append(log_probs.mean() if sampled is None else log_probs[sampled].mean())
-    rows["log_mu_per_token"] = log_mu
+    rows["log_mu"] = [log_probs.sum() for log_probs in table["ref_logprobs"].to_numpy()]
     return rows
 
 
 def samples(files: list[str], count: int) -> Iterator[str]:
-    """The first `count` positives and negatives of trajectory files, as text."""
+    """The first `count` positives and others of trajectory files, as text."""
     import pyarrow.dataset as ds
 
     trajectories = ds.dataset(files, schema=SCHEMA)
     reward = pc.field("reward")
-    for sign, chosen in (("positive", reward >= 0), ("negative", reward < 0)):
+    for chosen in (reward > 0, reward <= 0):
         for row in trajectories.head(count, filter=chosen).to_pylist():
-            facts = [
-                f"{key} {row[key]}" for key in ("reward", "finished", "valid", "answer", "gold")
-            ]
-            prompt = printable(row["prompt"], 800, kept="\n\t")
-            response = printable(row["response"], 800, kept="\n\t")
-            head = f"--- {sign}: {printable(', '.join(facts), 200)}"
-            yield f"{head}\n[prompt]\n{prompt}\n[response]\n{response}"
+            facts = [f"{key} {row[key]}" for key in ("reward", "finished", "answer", "gold")]
+            text = f"--- {', '.join(facts)}\n[prompt]\n{row['prompt']}\n[response]\n"
+            yield printable(text, 1000) + printable(row["response"], 1000)
 
 
 def make_parser() -> ArgumentParser:
@@ -105,24 +93,23 @@ def check_out(out: str, files: list[str]) -> None:
 def main() -> None:
     with command():
         args = make_parser().parse_args()
-        options = args[args.subcommand]
-        if args.subcommand == "import":
-            files = resolve_sources(options.files, "import")
-            check_out(options.out, files)
-            too_long = import_files(**options.as_dict() | {"files": files})
-            print(f"{report([options.out])}\nleft out as too long: {too_long:,}")
-        elif args.subcommand == "inspect":
-            files = resolve_files(options.files, "inspect")
-            print(report(files), *samples(files, options.samples), sep="\n\n")
+        name = args.subcommand
+        options = args[name].as_dict()
+        resolve = expand_globs if name == "import" else resolve_files
+        files = options["files"] = resolve(options["files"], name)
+        if name == "inspect":
+            print(report(files), *samples(files, options["samples"]), sep="\n\n")
+            return
+        out = options["out"]
+        check_out(out, files)
+        if name == "import":
+            too_long = import_files(**options)
+            print(f"{report([out])}\nleft out as too long: {too_long}")
         else:
-            files = resolve_files(options.files, "curate")
-            check_out(options.out, files)
-            curation = Curation(
-                options.way, options.budget, options.share, options.total, options.seed
-            )
-            done = curate(files, options.out, curation, options.iteration)
-            for name, before in done["before"].items():
-                print(f"{name:<14} {before} -> {done['after'][name]}")
+            given = {key: options.pop(key) for key in ("files", "out", "iteration")}
+            done = curate(**given, curation=Curation(**options))
+            for fact, before in done["before"].items():
+                print(f"{fact:<14} {before} -> {done['after'][fact]}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,24 @@ class Trajectory:
     sampled: list[bool] | None = None  # false: a token of a user or a tool; None: all sampled
 
 
+IDS = pa.list_(pa.int32())
 COLUMNS = {
-    "prompt_id": pa.string(),
-    "group": pa.string(),
-    "prompt": pa.string(),
-    "prompt_ids": pa.list_(pa.int32()),
-    "response": pa.string(),
-    "response_ids": pa.list_(pa.int32()),
+    "prompt_id": "string",
+    "group": "string",
+    "prompt": "string",
+    "prompt_ids": IDS,
+    "response": "string",
+    "response_ids": IDS,
     "ref_logprobs": pa.list_(pa.float32()),
-    "reward": pa.float32(),
-    "finished": pa.bool_(),
-    "valid": pa.bool_(),
-    "answer": pa.string(),
-    "gold": pa.string(),
+    "reward": "float",
+    "finished": "bool",
+    "valid": "bool",
+    "answer": "string",
+    "gold": "string",
     "sampled": pa.list_(pa.bool_()),
 }
 NULLABLE = ("valid", "answer", "gold", "sampled")
-SCHEMA = pa.schema([pa.field(name, COLUMNS[name], name in NULLABLE) for name in COLUMNS])
+SCHEMA = pa.schema([pa.field(name, kind, name in NULLABLE) for name, kind in COLUMNS.items()])
 SCHEMA_VERSION = 1
 METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")
 
@@ -65,14 +66,14 @@ def write_trajectories(
 ) -> None:
     """Write a trajectory file atomically. Absent `METADATA_KEYS` become null."""
     rows = [vars(trajectory) for trajectory in trajectories]
-    write_tables(path, [pa.Table.from_pylist(rows, SCHEMA)], metadata)
+    write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
 
 
-def write_tables(path: str | Path, tables: Iterable[pa.Table], metadata: dict[str, Any]) -> None:
-    """`write_trajectories` for tables with the columns of `SCHEMA`."""
+def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> None:
+    """`write_trajectories` for a table with the columns of `SCHEMA`."""
     known = {key: metadata.get(key) for key in METADATA_KEYS}
     known["schema"] = SCHEMA_VERSION
-    table = _with_schema(pa.concat_tables(tables))
+    table = _with_schema(table)
     if table["sampled"].null_count == len(table):  # the column is written for conversations only
         table = table.drop_columns("sampled")
     table = table.replace_schema_metadata({"topr": json.dumps(known)})
@@ -103,7 +104,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def batches(
-    path: str | Path, vocabulary: int = 2**31 - 1, max_tokens: int = 2**31 - 1
+    path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**31
 ) -> Iterator[pa.Table]:
     """Read a trajectory file in tables of `SCHEMA`.
 
@@ -119,7 +120,11 @@ def batches(
     with _open(path) as file:
         for batch in file.iter_batches(batch_size=8192, columns=SCHEMA.names):
             table = _with_schema(pa.Table.from_batches([batch]))
-            _check_rows(table, path, start, vocabulary, max_tokens)
+            for problem, good in _checks(table, vocabulary, max_tokens).items():
+                if not good.all():
+                    row = int(np.argmin(good))
+                    prompt = table["prompt_id"][row]
+                    raise InputError(f"{path}, row {start + row} (prompt '{prompt}'): {problem}")
             yield table
             start += len(table)
     if start == 0:
@@ -142,80 +147,72 @@ def _with_schema(table: pa.Table) -> pa.Table:
     return table.select(SCHEMA.names).cast(SCHEMA)
 
 
-def _check_rows(
-    table: pa.Table, path: str | Path, start: int, vocabulary: int, max_tokens: int
-) -> None:
-    """Raise an InputError for the first problem of a table, which begins at the row `start`."""
-
-    def require(ok: np.ndarray, problem: str) -> None:
-        if not ok.all():
-            row = int(np.argmin(ok))
-            prompt_id = table["prompt_id"][row]
-            raise InputError(f"{path}, row {start + row} (prompt '{prompt_id}'): {problem}")
-
-    prompt_length = pc.list_value_length(table["prompt_ids"]).to_numpy()
-    response_length = pc.list_value_length(table["response_ids"]).to_numpy()
-    scored_length = pc.list_value_length(table["ref_logprobs"]).to_numpy()
-    require(prompt_length > 0, "prompt_ids is empty")
-    require(response_length > 0, "the response is empty; drop the row or store its end token")
-    require(
-        response_length == scored_length,
-        "response_ids and ref_logprobs differ in length; store log mu of each token",
+def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
+    """What may be wrong with a row, and for each row whether it is right."""
+    prompt, response, scored = (
+        pc.list_value_length(table[name]).to_numpy()
+        for name in ("prompt_ids", "response_ids", "ref_logprobs")
     )
-    for name, low, high in (
-        ("prompt_ids", 0, vocabulary - 1),
-        ("response_ids", 0, vocabulary - 1),
-        ("ref_logprobs", -LARGEST, 0),
-    ):
-        ok = _all_within(table[name], low, high)
-        require(ok, f"{name} holds a value that is null or outside [{low:.0f}, {high}]")
-    ok = _marks_fit(table["sampled"], response_length)
-    require(ok, "sampled must mark each response token, at least one as true")
-    reward = table["reward"].to_numpy()
-    require(np.abs(reward) <= LARGEST, f"the reward is NaN or beyond +-{LARGEST:.0f}")
-    tokens = prompt_length + response_length
+    prompt_known = _count_within(table["prompt_ids"], 0, vocabulary - 1)
+    response_known = _count_within(table["response_ids"], 0, vocabulary - 1)
+    sampled = table["sampled"]
+    all_marked = _count_within(sampled, 0, 1) == response
+    marks_fit = all_marked & (_count_within(sampled, 1, 1) > 0)
+    ids = f"holds an id that is null or outside [0, {vocabulary - 1}]"
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
-    require(tokens <= max_tokens, f"holds up to {tokens.max()} tokens, more than {limit}")
+    return {
+        "prompt_ids is empty": prompt > 0,
+        "the response is empty; drop the row or store its end token": response > 0,
+        "response_ids and ref_logprobs differ in length": response == scored,
+        f"prompt_ids {ids}": prompt_known == prompt,
+        f"response_ids {ids}": response_known == response,
+        f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": scored
+        == _count_within(table["ref_logprobs"], -LARGEST, 0),
+        "sampled must mark each response token, at least one as true": marks_fit
+        | sampled.is_null().to_numpy(),
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": abs(table["reward"].to_numpy()) <= LARGEST,
+        f"it holds more tokens than {limit}": prompt + response <= max_tokens,
+    }
 
 
-def _all_within(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
-    """For each row, whether its values all lie in [low, high]; NaN and null do not."""
+def _count_within(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
+    """For each row, how many of its values lie in [low, high]; NaN and null do not."""
     lists = lists.combine_chunks()
-    values = lists.flatten().to_numpy(zero_copy_only=False)  # null becomes NaN
-    bad = ~((values >= low) & (values <= high))
-    rows_of_bad = pc.list_parent_indices(lists).to_numpy()[bad]
-    return np.bincount(rows_of_bad, minlength=len(lists)) == 0
+    values = lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
+    rows = pc.list_parent_indices(lists).to_numpy()
+    return np.bincount(rows, (values >= low) & (values <= high), len(lists))
 
 
-def _marks_fit(sampled: pa.ChunkedArray, length: np.ndarray) -> np.ndarray:
-    """For each row, whether `sampled` is null, or holds `length` marks, at least one true."""
-    sampled = sampled.combine_chunks()
-    marks = sampled.flatten()
-    rows = pc.list_parent_indices(sampled).to_numpy()
-    known = np.bincount(rows, marks.is_valid().to_numpy(False), len(length))
-    true = np.bincount(rows, marks.fill_null(False).to_numpy(False), len(length))
-    return sampled.is_null().to_numpy(False) | ((known == length) & (true > 0))
+def expand_globs(entries: list[str], key: str) -> list[str]:
+    """Entries with globs expanded; an InputError, in which `key` names the argument, for one that
+    is named twice."""
+    files: list[str] = []
+    for entry in entries:
+        found = [] if os.path.exists(entry) else sorted(glob.glob(entry))
+        files += found or [entry]
+    if len(set(files)) < len(files):
+        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
+    return files
 
 
 def resolve_files(entries: str | list[str], key: str = "data.train") -> list[str]:
     """Trajectory files of paths, globs and hub data sets; `key` names the argument in errors."""
     files: list[str] = []
-    for entry in [entries] if isinstance(entries, str) else entries:
-        found = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry))
-        if not found and re.fullmatch(r"[\w.-]+/[\w-]+", entry):
-            from huggingface_hub import snapshot_download
-
-            with suppress(OSError, ValueError):  # reported below
-                folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
-                found = sorted(str(path) for path in Path(folder).rglob("*.parquet"))
-        if not found:
-            raise InputError(f"{key}: {entry!r} is no file, glob or hub data set; {REMEDY}")
-        files += found
-    refuse_twice(files, key)
+    for entry in expand_globs([entries] if isinstance(entries, str) else entries, key):
+        files += [entry] if os.path.isfile(entry) else _download(entry, key)
     return files
 
 
-def refuse_twice(files: list[str], key: str) -> None:
-    """Raise an InputError if a file is named twice."""
-    if len(set(files)) < len(files):
-        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
+def _download(name: str, key: str) -> list[str]:
+    """The Parquet files of a hub data set."""
+    files: list[str] = []
+    what = f"{key}: {name!r} is no file, glob or hub data set"
+    if re.fullmatch(r"[\w.-]+/[\w-]+", name):
+        from huggingface_hub import snapshot_download
+
+        with explained(what, (OSError, ValueError), REMEDY):
+            folder = snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet")
+        files = sorted(map(str, Path(folder).rglob("*.parquet")))
+    if not files:
+        raise InputError(f"{what}; {REMEDY}")
+    return files

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
@@ -16,24 +16,16 @@ if TYPE_CHECKING:
 
 Precision = Literal["32-true", "bf16-mixed"]
 Messages = list[dict[str, Any]]
-
-
-class Format(NamedTuple):
-    """The keys of a format's rows; of a pair, `response` is the better and `reward` the worse."""
-
-    prompt: str  # "": the response begins with the prompt
-    response: str
-    reward: str
-
-
-FORMATS = (  # the first one whose keys a row has
-    Format("prompt", "response", "reward"),
-    Format("", "messages", "reward"),
-    Format("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
-    Format("prompt", "chosen", "rejected"),
-    Format("", "chosen", "rejected"),
-    Format("input", "output", "score"),  # verl, trainer.rollout_data_dir
-    Format("input", "output", "reward"),  # OpenRLHF, batch_inference --eval_task rm
+# Keys of prompt, response and reward, the first that a row has; "": the response begins with the
+# prompt. Of a pair, the better response and the worse one.
+FORMATS = (
+    ("prompt", "response", "reward"),
+    ("", "messages", "reward"),
+    ("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
+    ("prompt", "chosen", "rejected"),
+    ("", "chosen", "rejected"),
+    ("input", "output", "score"),  # verl, trainer.rollout_data_dir
+    ("input", "output", "reward"),  # OpenRLHF, batch_inference --eval_task rm
 )
 OPTIONAL: Types = {
     "prompt_id": (str, int),
@@ -43,7 +35,6 @@ OPTIONAL: Types = {
     "answer": (str, int, float),
     "gold": (str, int, float),
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def import_files(
@@ -98,41 +89,37 @@ def import_files(
 
 
 def read_row(row: Row, policy: "Policy") -> list[Trajectory]:
-    """The trajectories of a row, without log mu: two of a pair, else one."""
+    """The trajectories of a row, without log mu: two of a pair, none if they are equal, else one."""
     row = {key: value for key, value in row.items() if value is not None}
-    form = recognise(row)
-    if form.response == "output":
-        warnings.warn("dumps do not mark responses that were cut off", stacklevel=2)
+    prompt_key, key, reward_key = recognise(row)
+    prompt = row.get(prompt_key)
+    response = row[key]
+    last = row[reward_key]
     if "gts" in row:  # verl's name
-        row["gold"] = row.pop("gts")
-    unused = row.keys() - {*form, *OPTIONAL}
-    if unused:
-        warnings.warn(f"unknown keys are ignored: {', '.join(sorted(unused))}", stacklevel=2)
-
-    prompt = row.get(form.prompt)
-    response = row[form.response]
-    last = row[form.reward]
-    if form.response == "messages":
-        prompt, response = split_conversation(response)
-        return [tokenise(row, prompt, response, read_reward(last, "reward"), policy)]
-    if form.reward != "rejected":
-        prompt, response = split_answer(prompt, response, form.response)
-        return [tokenise(row, prompt, response, read_reward(last, form.reward), policy)]
-    if prompt is None and isinstance(response, str) and isinstance(last, str):
-        prompt, response, last = split_dialogues(response, last)
-    chosen = tokenise(row, *split_answer(prompt, response, "chosen"), 1.0, policy)
-    rejected = tokenise(row, *split_answer(prompt, last, "rejected"), -1.0, policy)
+        row["gold"] = row["gts"]
+    if key != "chosen":
+        reward = read_reward(last, reward_key)
+        return [tokenise(row, *split(prompt, response, key == "messages"), reward, policy)]
+    if response == last:
+        warnings.warn("pairs of equal responses are left out", stacklevel=2)
+        return []
+    if prompt is None and isinstance(response, str):
+        prompt = os.path.commonprefix([response, last]).rstrip(" ")
+        response = response.removeprefix(prompt)
+        last = last.removeprefix(prompt)
+    chosen = tokenise(row, *split(prompt, response), 1.0, policy)
+    rejected = tokenise(row, *split(prompt, last), -1.0, policy)
     if chosen.prompt != rejected.prompt:
         raise InputError("chosen and rejected must differ in their last message alone")
     return [chosen, rejected]
 
 
-def recognise(row: Row) -> Format:
-    """The first format whose keys a row has."""
-    for form in FORMATS:
-        if set(form) - {""} <= row.keys():
-            return form
-    formats = "; ".join(" ".join(form).strip() for form in FORMATS)
+def recognise(row: Row) -> tuple[str, str, str]:
+    """The first of `FORMATS` whose keys a row has."""
+    for keys in FORMATS:
+        if set(keys) - {""} <= row.keys():
+            return keys
+    formats = "; ".join(" ".join(keys).strip() for keys in FORMATS)
     raise InputError(f"found the keys {', '.join(row)}; expected those of one: {formats}")
 
 
@@ -140,62 +127,39 @@ def read_reward(value: Any, key: str) -> float:
     """A number as it is; true is +1 and false -1."""
     if isinstance(value, bool):
         return 1.0 if value else -1.0
-    if key != "label" and isinstance(value, int | float) and abs(value) <= LARGEST:
-        return float(value)
-    expected = "a boolean" if key == "label" else f"a boolean or a number up to {LARGEST:.0f}"
-    raise InputError(f"key {key!r} holds {value!r:.20}, expected {expected}")
+    if key == "label" or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        expected = "true, false" if key == "label" else f"a number up to {LARGEST:.0f}"
+        raise InputError(f"key {key!r} holds {value!r:.20}, expected {expected}")
+    return float(value)
 
 
-def split_answer(prompt: Any, response: Any, key: str) -> tuple[str | Messages, str]:
-    """Prompt and response, of a response in text or one message, perhaps after the whole prompt."""
+def split(
+    prompt: Any, response: Any, every_turn: bool = False
+) -> tuple[str | Messages, str | Messages]:
+    """Prompt and response; of messages, the response is the last one, or with `every_turn` all
+    from the first of the assistant."""
     if prompt is None or not isinstance(response, str):
-        *before, answer = check_messages(response, key)
-        response = answer.get("content")
-        if answer["role"] != "assistant" or not isinstance(response, str):
-            raise InputError(f"key {key!r} must end in an assistant message with text")
-        if before and isinstance(prompt, list):
-            raise InputError(f"key {key!r} must be one message beside the messages of a prompt")
-        prompt = before or prompt  # a text beside messages repeats their question
-    if not isinstance(prompt, str) and check_messages(prompt, "prompt")[-1]["role"] == "assistant":
-        raise InputError("the prompt must not end in an assistant message")
-    return prompt, response
+        messages = check_messages(response)
+        roles = [message["role"] for message in messages]
+        if roles[-1] != "assistant" or (len(roles) > 1 and isinstance(prompt, list)):
+            raise InputError("messages must end in one answer of the assistant")
+        first = roles.index("assistant") if every_turn else -1
+        answer = messages[first]
+        is_text = messages[first:] == [answer] and "tool_calls" not in answer
+        response = answer["content"] if is_text else messages[first:]
+        prompt = messages[:first] or prompt  # a text beside messages repeats their question
+    return prompt if isinstance(prompt, str) else check_messages(prompt), response
 
 
-def split_conversation(conversation: Any) -> tuple[Messages, str | Messages]:
-    """Prompt and response of a conversation; all messages of the assistant were sampled."""
-    messages = check_messages(conversation, "messages")
-    roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant":
-        raise InputError("key 'messages' must end in an assistant message")
-    first = roles.index("assistant")
-    prompt = check_messages(messages[:first], "messages")
-    response = messages[first:]
-    is_text = len(response) == 1 and not response[0].get("tool_calls")
-    return prompt, response[0]["content"] if is_text else response
-
-
-def split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Prompt and responses of two dialogues in text.
-
-    The prompt is their common beginning, cut as `extract_prompt` of TRL does (trl/data_utils.py):
-    without a space at its end, and a character shorter if one dialogue continues the other.
-    """
-    end = len(os.path.commonprefix([chosen, rejected]))
-    if end == min(len(chosen), len(rejected)) or chosen[end - 1] == " ":
-        end -= 1
-    if end < 1:
-        raise InputError("chosen and rejected have no common beginning; give the key prompt")
-    return chosen[:end], chosen[end:], rejected[end:]
-
-
-def check_messages(value: Any, key: str) -> Messages:
-    """The value, if it is chat messages that templates understand; otherwise an InputError."""
-    messages: list[Any] = value if isinstance(value, list) and value else [None]
-    for message in messages:
-        known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
-            expected = f"chat messages with content and a role of {', '.join(ROLES)}"
-            raise InputError(f"key {key!r} holds {value!r:.60}, expected {expected}")
+def check_messages(value: Any) -> Messages:
+    """Chat messages without the nulls that Parquet adds; an InputError if they are none."""
+    messages = []
+    for message in value if isinstance(value, list) and value else [None]:
+        known = message if isinstance(message, dict) else {}
+        known = {key: part for key, part in known.items() if part is not None}
+        if "role" not in known or not known.keys() & {"content", "tool_calls"}:
+            raise InputError(f"found {value!r:.60}, expected chat messages with role and content")
+        messages.append(known)
     return messages
 
 
@@ -210,12 +174,12 @@ def tokenise(
     sampled = None
     if isinstance(response, str):
         response_ids = encode(response, policy.tokenizer, special=False)
+        if finished and not policy.end_tokens & set(response_ids[-1:]):
+            response_ids.append(policy.tokenizer.eos_token_id)
     else:
         response, response_ids, sampled = tokenise_turns(prompt, response, finished, policy)
-    if not prompt_ids or not (response_ids or finished):
+    if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
-    if finished and not policy.end_tokens & set(response_ids[-1:]):
-        response_ids.append(policy.tokenizer.eos_token_id)
     digest = hashlib.sha256(text.encode()).hexdigest()  # the same in every file
     names = {key: str(row[key]) for key in ("prompt_id", "group", "answer", "gold") if key in row}
     names.setdefault("prompt_id", f"prompt-{digest[:12]}")
@@ -245,28 +209,25 @@ def tokenise_turns(
 
     ids: list[int] = []
     sampled: list[bool] = []
-    between: list[int] = []  # ids since the last one that was sampled
     messages = list(prompt)
     start = text = render_prompt(messages, policy.tokenizer)
     for message in turns:
+        before = render_prompt(messages, policy.tokenizer)
         messages.append(message)
         if message["role"] != "assistant":
             continue
-        before = render_prompt(messages[:-1], policy.tokenizer)
         after = render_prompt(messages, policy.tokenizer, answered=True)
         if not (before.startswith(text) and after.startswith(before)):
             problem = "the chat template changes earlier turns when others follow"
             raise InputError(f"{problem}; give each answer a row with prompt and response")
-        between += encode(before[len(text) :], policy.tokenizer, special=False)
-        answer = encode(after[len(before) :], policy.tokenizer, special=False)
-        ends = [place for place, token in enumerate(answer, 1) if token in policy.end_tokens]
+        context = encode(before.removeprefix(text), policy.tokenizer, special=False)
+        answer = encode(after.removeprefix(before), policy.tokenizer, special=False)
+        ends = [place for place, token in enumerate(answer) if token in policy.end_tokens]
         if not ends:
             raise InputError("the chat template ends an assistant message without an end token")
-        ids += between + answer[: ends[0]]
-        sampled += [False] * len(between) + [True] * ends[0]
-        between = answer[ends[0] :]
+        ids += context + answer
+        sampled += [False] * len(context)
+        sampled += [place <= ends[0] for place in range(len(answer))]
         text = after
-    if not finished:  # without the last end token
-        ids.pop()
-        sampled.pop()
-    return text[len(start) :], ids, sampled
+    unused = len(answer) - ends[0] - finished  # behind the last end token, or from it on
+    return text.removeprefix(start), ids[: len(ids) - unused], sampled[: len(ids) - unused]

@@ -10,12 +10,11 @@ def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tok
     """Set `ref_logprobs` of trajectories, by the forward that trains; 0 where not sampled."""
     prompts = [np.array(trajectory.prompt_ids) for trajectory in trajectories]
     responses = [np.array(trajectory.response_ids) for trajectory in trajectories]
-    sampled = [
-        None if trajectory.sampled is None else np.array(trajectory.sampled)
-        for trajectory in trajectories
-    ]
+    sampled = []
+    for trajectory in trajectories:
+        sampled.append(np.array(trajectory.sampled or [True] * len(trajectory.response_ids)))
     scores = score(policy, prompts, responses, microbatch_tokens, sampled)
     for trajectory, marks, log_probs in zip(trajectories, sampled, scores, strict=True):
-        ref_logprobs = np.zeros(len(trajectory.response_ids), dtype=np.float32)
-        ref_logprobs[slice(None) if marks is None else marks] = log_probs
+        ref_logprobs = np.zeros(len(marks), dtype=np.float32)
+        ref_logprobs[marks] = log_probs
         trajectory.ref_logprobs = ref_logprobs.tolist()

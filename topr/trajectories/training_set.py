@@ -1,7 +1,6 @@
 """All training files as one set, mapped into memory: it does not grow with the files."""
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from topr.distributed import rank
 from topr.identity import data_hash, policy_hash, tokenizer_hash
-from topr.io import InputError, first_line
+from topr.io import InputError, explained
 from topr.policy.files import load_tokenizer, vocabulary_and_context
 from topr.trajectories.file import SCHEMA, batches, read_metadata, resolve_files
 
@@ -38,23 +38,27 @@ class TrainingSet:
         # combined first: otherwise each chunk would get a dictionary of its own
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
         counts = [pq.read_metadata(path).num_rows for path in self.files]
-        self.file = np.repeat(np.arange(len(counts)), counts)  # of each trajectory
-        self.file_start = np.cumsum([0, *counts])
+        self.file_end = np.cumsum(counts)
+
+    def file(self, trajectory: Any) -> Any:
+        """The number of the file, or files, that hold these trajectories."""
+        return np.searchsorted(self.file_end, trajectory, side="right")
 
     def place(self, trajectory: int) -> str:
         """File and row number of a trajectory, for messages."""
-        file = self.file[trajectory]
-        return f"row {trajectory - self.file_start[file]} of {self.files[file]}"
+        file = self.file(trajectory)
+        start = self.file_end[file - 1] if file else 0
+        return f"row {trajectory - start} of {self.files[file]}"
 
     def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
         """Whether the files of trajectories say that the policy that starts training sampled them."""
         own = [metadata["policy"] == self.policy_hash for metadata in self.metadata]
-        return np.array(own)[self.file[trajectory]]
+        return np.array(own)[self.file(trajectory)]
 
     def in_float32(self, trajectory: np.ndarray) -> bool:
         """Whether log mu of all these trajectories was scored in float32."""
-        files = np.unique(self.file[trajectory])
-        return all(self.metadata[file]["precision"] in (None, "32-true") for file in files)
+        precisions = {self.metadata[file]["precision"] for file in self.file(trajectory)}
+        return precisions <= {None, "32-true"}
 
 
 def read_training_set(train: str | list[str], policy: str, longest: int) -> TrainingSet:
@@ -88,33 +92,30 @@ def map_rows(files: list[str]) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    features = datasets.Features.from_arrow_schema(SCHEMA)
+    cache = datasets.config.HF_DATASETS_CACHE
+    what = f"the cache of data.train in {cache} cannot be written"
+    errors = OSError, datasets.exceptions.DatasetGenerationError
     parts = []
     for path in files:
         conversations = "sampled" in pq.read_schema(path).names
-        try:
+        with explained(what, errors, "make room there, or set HF_DATASETS_CACHE"):
             part = datasets.load_dataset(
                 "parquet",
                 data_files=path,
                 columns=COLUMNS + ["sampled"] if conversations else COLUMNS,
-                features=features,
+                features=datasets.Features.from_arrow_schema(SCHEMA),
                 split="train",
                 # its own cache would know a file by its path and time
-                cache_dir=Path(datasets.config.HF_DATASETS_CACHE, data_hash([path])),
+                cache_dir=Path(cache, data_hash([path])),
             )
-        except (OSError, datasets.exceptions.DatasetGenerationError) as error:
-            reason = first_line(error.__cause__ or error)
-            message = f"the cache of data.train cannot be written ({reason})"
-            remedy = f"make room in {datasets.config.HF_DATASETS_CACHE}, or set HF_DATASETS_CACHE"
-            raise InputError(f"{message}; {remedy}") from error
         parts.append(part)
     return datasets.concatenate_datasets(parts).with_format("arrow")
 
 
 def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
     """A number for each row of a column of lists, equal for equal lists, the same on every rank."""
-    digests = []
+    hashes = []
     for chunk in column.chunks:
         for ids in chunk.to_numpy(zero_copy_only=False):
-            digests.append(blake2b(ids, digest_size=8).digest())
-    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64), return_inverse=True)[1]
+            hashes.append(xxhash.xxh3_64_intdigest(ids))
+    return np.unique(np.array(hashes, dtype=np.uint64), return_inverse=True)[1]
