@@ -20,9 +20,9 @@ from data.arithmetic.problems import (
     Errors,
     Setting,
     apply,
-    base_prompts,
     demonstration,
     draw,
+    problems_of,
     split_of,
 )
 from topr.evaluation import sample_and_grade
@@ -153,8 +153,8 @@ def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy(setting):
         assert {split_of(problem.prompt) for problem in rows} == {split}
         prompts += [problem.prompt for problem in rows]
     assert len(set(prompts)) == 1200
-    taught = base_prompts(setting, np.random.default_rng(0))
-    assert not {next(taught) for _ in range(2000)} & set(prompts)
+    taught = problems_of(setting, "base", np.random.default_rng(0))
+    assert not {next(taught).prompt for _ in range(2000)} & set(prompts)
 
 
 def test_the_shipped_base_is_strong_and_of_high_entropy():

@@ -14,7 +14,8 @@ from topr.io import write_text
 
 SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
 LOSSES = SETTINGS["losses"] | SETTINGS["clipped"]
-DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # of a policy without valid responses
+# of a policy that does not exist, because training diverged
+DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 BUDGET = 8  # responses to a problem that an iteration trains on
 ITERATIONS = {"val": 2, "test": 4}
@@ -157,18 +158,17 @@ class Experiment:
 
     def measure(self, policy: Path, split: str, samples: int) -> Scores:
         """pass@1, maj@samples, invalid; and pass@1 by how often the base policy is right."""
-        values = self.per_problem(policy, split, samples)
         solved = self.per_problem(self.base / "base", split, samples)["pass@1"]
+        values = pd.DataFrame(DIVERGED, index=solved.index)
+        if policy.exists():
+            values = self.per_problem(policy, split, samples)
         groups = pd.cut(solved, [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
         by_difficulty = values["pass@1"].groupby(groups, observed=False).mean()
         return {**values.mean(), **by_difficulty.fillna(0)}
 
     def per_problem(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
-        """Metrics of each problem; a policy that does not exist has diverged."""
+        """Metrics of each problem."""
         problems = self.base / f"{split}.jsonl"
-        if not policy.exists():
-            count = len(problems.read_text().splitlines())
-            return pd.DataFrame(DIVERGED, index=range(count))
         files = self.sample(policy, problems, samples, 1000 * self.seed + 999)
         values = per_problem(read_parts(files.parent))
         values["maj"] = values[f"maj@{samples}"]
