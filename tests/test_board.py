@@ -77,17 +77,17 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
     assert len(list(folder.rglob("*tfevents*"))) == len(list(folder.glob("*tfevents*"))) == 2
     events = read(folder)
     values, tags = hparams(events)
-    arguments = "a_plus=1.0, b_plus=1.0, a_minus=0.0, b_minus=1.0, ratio=sequence"
-    assert values == {
-        "loss": "TOPR",
-        "loss_arguments": arguments,
-        "advantage": "Baseline",
-        "lr": 3e-4,
+    expected = {
+        "loss/class_path": "topr.losses.topr.TOPR",
+        "loss/init_args/ratio": "sequence",
+        "advantage/class_path": "topr.advantages.Baseline",
+        "optimizer/init_args/lr": 3e-4,
         "seed": 0,
         "batch_size": 8,
         "policy": str(folder.parents[2] / "base"),
-        "data": str(folder.parents[2] / "train.parquet"),
+        "train": str(folder.parents[2] / "train.parquet"),
     }
+    assert {name: values.get(name) for name in expected} == expected
     after = json.loads((folder / "summary.json").read_text())["after"]
     assert tags == [f"test/{name}" for name in after if name not in ("problems", "samples")]
     for tag in tags:
