@@ -78,7 +78,7 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
     events = read(folder)
     values, tags = hparams(events)
     expected = {
-        "loss/class_path": "topr.losses.topr.TOPR",
+        "loss/class_path": "topr.losses.TOPR",
         "loss/init_args/ratio": "sequence",
         "advantage/class_path": "topr.advantages.Baseline",
         "optimizer/init_args/lr": 3e-4,
@@ -105,4 +105,4 @@ def test_other_loggers_get_hyperparameters_and_figures(fit):
     with open(folder / "metrics.csv") as file:
         (row,) = [row for row in csv.DictReader(file) if row["test/pass@1"]]
     assert (int(row["step"]), float(row["test/pass@1"])) == (3, after["pass@1"])
-    assert hparams(read(folder))[0]["loss"] == "REINFORCE"
+    assert hparams(read(folder))[0]["loss/class_path"] == "topr.losses.REINFORCE"
