@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -58,9 +57,7 @@ def test_an_interval_that_contains_the_bound_decides_nothing(bound, above, below
 
 def test_a_condition_can_subtract_a_metric_seed_by_seed():
     metrics = {"x": over_seeds([0.1, 0.5, 0.9]), "y": over_seeds([0.0, 0.4, 0.8])}
-    condition = {"metric": "x", "minus": "y", "above": 0}
-    assert holds({"metric": "x", "above": 0}, metrics) == "undecided"
-    assert holds(condition, metrics) == "yes"
+    assert holds({"metric": "x", "minus": "y", "above": 0}, metrics) == "yes"
 
 
 @pytest.mark.parametrize(
@@ -307,11 +304,10 @@ def test_a_small_quick_study_survives_a_kill(tmp_path):
     while len(complete()) < 3 and killed.poll() is None:
         time.sleep(0.05)
     children = psutil.Process(killed.pid).children(recursive=True)
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.wait()
+    assert children and not psutil.wait_procs(children, timeout=20)[1]  # they end with it
     before = {path: path.stat().st_mtime_ns for path in complete()}
-    assert len(before) >= 3 and children
-    assert not psutil.wait_procs(children, timeout=20)[1]  # the workers end with their parent
     done = subprocess.run(start, capture_output=True, text=True, timeout=290, **given)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {path: path.stat().st_mtime_ns for path in before} == before
