@@ -7,6 +7,7 @@ Each part is a process of its own, so that one which fails leaves the others the
 """
 
 import argparse
+import csv
 import json
 import os
 import subprocess
@@ -152,7 +153,8 @@ def make_trajectories(path: Path, count: int, length: int, vocabulary: int) -> N
 def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -> None:
     """Training in bf16-mixed: the median of all updates but the first two. The estimate of memory
     is printed before."""
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from topr.callbacks import Speed
@@ -167,12 +169,6 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     policy = make_policy(folder, "small" if small else name)
     data = folder / f"{os.getpid()}.parquet"
     make_trajectories(data, 16 * 6, 4 if small else 200, 500 if small else 128000)
-    measured = []
-
-    class Measure(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            measured.append({key: float(x) for key, x in trainer.callback_metrics.items()})
-
     sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1}
     trainer = Trainer(
         devices=1,
@@ -180,11 +176,11 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
         precision="bf16-mixed",
         max_epochs=1,
         log_every_n_steps=1,
-        logger=False,
+        logger=CSVLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Speed(), Measure()],
+        callbacks=[Speed()],
     )
     optimizer: Any = Adafactor if large else torch.optim.AdamW
     scarce = DEVICE.type == "cuda" and torch.cuda.get_device_properties(0).total_memory < 130e9
@@ -201,9 +197,12 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     settings = {"batch_size": 16, "whole_groups": True, "microbatch_tokens": tokens}
     task = Arithmetic()
     trainer.fit(module, TrajectoryDataModule(policy, task, train=str(data), **settings))
+    with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
+        measured = [row for row in csv.DictReader(file) if row["speed/tokens_per_s"]]
     figures = {}
     for key in ("tokens_per_s", "utilisation", "peak_memory_gb"):
-        figures[key] = np.median([update.get(f"speed/{key}", np.nan) for update in measured[2:]])
+        values = [float(row.get(f"speed/{key}", "nan")) for row in measured[2:]]
+        figures[key] = float(np.median(values))
     record(model=name, updates=len(measured), **figures)
 
 

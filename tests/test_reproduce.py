@@ -3,10 +3,10 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -14,21 +14,13 @@ import psutil
 import pytest
 from conftest import ROOT, rejected
 
-from data.claims import commands, losses, reproduce
+from data.claims import commands, reproduce
 from data.claims.commands import Commands, inputs_hash
-from data.claims.experiments import Experiment
-from data.claims.study import (
-    CRITERIA,
-    SETTINGS,
-    START,
-    Study,
-    best,
-    check,
-    differences,
-    holds,
-    over_seeds,
-    verdict,
-)
+from data.claims.criteria import CLAIMS as CRITERIA
+from data.claims.criteria import check, holds, over_seeds, verdict
+from data.claims.experiments import SETTINGS, Experiment, without_gradient
+from data.claims.measures import curves, measured, other_peak
+from data.claims.study import Study, best
 from topr.evaluation.report import cell, is_summary
 
 CLAIMS = ROOT / "data" / "claims"
@@ -65,9 +57,7 @@ def test_an_interval_that_contains_the_bound_decides_nothing(bound, above, below
 
 def test_a_condition_can_subtract_a_metric_seed_by_seed():
     metrics = {"x": over_seeds([0.1, 0.5, 0.9]), "y": over_seeds([0.0, 0.4, 0.8])}
-    condition = {"metric": "x", "minus": "y", "above": 0}
-    assert holds({"metric": "x", "above": 0}, metrics) == "undecided"
-    assert holds(condition, metrics) == "yes"
+    assert holds({"metric": "x", "minus": "y", "above": 0}, metrics) == "yes"
 
 
 @pytest.mark.parametrize(
@@ -81,14 +71,6 @@ def test_a_verdict_needs_every_part_of_its_criterion(parts, expected):
     assert verdict(dict(enumerate(parts))) == expected
 
 
-def test_differences_are_paired_by_seed():
-    runs = {}
-    for name, values in (("a", [0.1, 0.5, 0.3]), ("b", [0.0, 0.4, 0.2])):
-        runs[name] = [{"result": pd.DataFrame({"maj": [x, x + 0.2]})} for x in values]
-    (row,) = differences(runs, [("a", "b")]).values()
-    assert row["maj"]["interval"] == pytest.approx([0.1, 0.1], abs=1e-5)
-
-
 def test_the_chosen_rate_has_the_best_mean_of_those_at_which_no_seed_falls():
     gains = {1e-4: [0.1, 0.2], 3e-4: [0.3, 0.2], 1e-3: [0.9, -0.051]}
     assert best(gains) == 3e-4
@@ -98,7 +80,7 @@ def test_the_chosen_rate_has_the_best_mean_of_those_at_which_no_seed_falls():
 
 def test_a_peak_of_noise_is_no_rise():
     curves = 0.3 + 0.02 * np.random.default_rng(0).normal(size=(400, 11))
-    peaks = [curves[seed, losses.other_peak(curves, seed)] for seed in range(400)]
+    peaks = [curves[seed, other_peak(curves, seed)] for seed in range(400)]
     assert abs(np.mean(peaks - curves[:, 0])) < 0.004
     assert np.mean(curves.max(axis=1) - curves[:, 0]) > 0.02
 
@@ -107,195 +89,145 @@ def test_a_peak_of_noise_is_no_rise():
 
 
 class MadeUp(Study):
-    """A study whose results are made up by `make(experiment, arguments, seed)`."""
+    """A study whose pass@1 is made up by `accuracy(run, seed)`."""
 
-    def __init__(self, make, **changes):
-        self.make = make
+    def __init__(self, accuracy, **changes):
+        self.accuracy = accuracy
         self.setting = SETTINGS["standard"] | changes
         self.seeds = [1, 2, 3]
         self.asked = []
 
-    def run(self, experiment, runs, seeds):
-        found = {}
+    def run(self, experiment, runs, seeds, **given):
+        frames = {}
         for label, run in runs.items():
-            self.asked += [(label, run, seed) for seed in seeds]
-            found[label] = [self.make(experiment, run, seed) for seed in seeds]
-        return found
+            self.asked += [(label, run | given, seed) for seed in seeds]
+            end = pd.Series([self.accuracy(run, seed) for seed in seeds])
+            frame = pd.DataFrame({"pass@1": end, "maj": end + 0.1, "invalid": 0.8 - end})
+            frame[["up to a quarter", "up to a half"]] = 0.1
+            if run["rate"]:
+                frame[["updates", "CPU seconds"]] = 10
+            frame["more than half"] = end
+            if label.startswith("PPO"):
+                frame["without gradient"] = end
+            frame["val/pass@1"] = [[0.3, 0.4 + x / 1000, x] for x in end]
+            frame["val/invalid"] = frame["val/pass@1"]
+            frames[label] = frame
+            if experiment == "iterate":
+                shares = dict.fromkeys([f"iteration {i}" for i in range(1, 5)], end)
+                frames[f"positives, {label}"] = pd.DataFrame(shares)
+                for i in range(5):
+                    frames[f"{label} at iteration {i}"] = frame[["pass@1", "maj", "invalid"]]
+        if experiment == "verify":
+            names = ["accuracy", "invalid", "maj@4", "weighted@4", "maj@8", "weighted@8"]
+            before = pd.DataFrame({name: [0.5, 0.51, 0.52] for name in names})
+            votes = pd.DataFrame({"@4": [0.1, 0.1, 0.1], "@8": [0.1, 0.1, 0.1]})
+            return {"before": before, "after": before + 0.1, "votes": votes}
+        return frames
 
 
-def scores(value: float, invalid: float = 0.1, seed: int = 0) -> pd.DataFrame:
-    """Four problems of all difficulties; seeds are a little apart."""
-    solved = value + 0.001 * seed + np.array([-0.1, 0.1, 0.25, -0.25])
-    return pd.DataFrame({"pass@1": solved, "maj": value + 0.1, "invalid": invalid})
-
-
-def method_of(run) -> str | None:
-    """The overlay of a run's loss."""
-    return re.search(r"loss/(\w+)", run["loss"][1])[1] if run.get("loss") else None
-
-
-def fitted(experiment, run, seed):
-    """TOPR gains most, at 3e-4; REINFORCE collapses in a second epoch or at a high rate.
-
-    Iterations and verifiers improve.
-    """
-    if experiment == "verify":
-        before = dict.fromkeys(["maj@4", "weighted@4", "maj@8", "weighted@8"], 0.5)
-        before |= {"accuracy": 0.5, "invalid": 0.2 + 0.01 * seed}
-        return {"before": before, "after": before | {"accuracy": 0.7, "weighted@8": 0.6}}
-    if experiment == "iterate":
-        ends = [scores(0.3 + 0.1 * i, seed=seed) for i in range(5)]
-        shares = [0.1 * i for i in range(4)]
-        return {"results": ends, "result": ends[-1], "shares": shares, "updates": [seed] * 4}
-    name = method_of(run)
-    end = scores(0.35 - abs(run.get("rate", 0) - 3e-4), 0.1, seed)
-    if name is None:
-        end = scores(0.3, 0.4, seed)
-    elif name == "topr":
-        end = scores(0.7 - abs(run["rate"] - 3e-4), 0.1, seed)
-    elif name == "reinforce" and (run.get("epochs") == 2 or run["rate"] > 1e-4):
-        end = scores(0.01, 0.8, seed)
-    metrics = pd.DataFrame({
-        "val/pass@1": [0.3, 0.4 + 0.001 * seed, end["pass@1"].mean()] + 7 * [np.nan],
-        "val/invalid": [0.4, 0.3, end["invalid"][0]] + 7 * [np.nan],
-        "weight/positives_truncated": 8 * [0.0] + [0.2, 0.4],
-        "weight/negatives_truncated": 9 * [0.0] + [1.0],
-    })  # fmt: skip
-    return {
-        "result": end,
-        "metrics": metrics,
-        "positive_share": 0.25,
-        "updates": 10,
-        "CPU seconds": 4.9,
-    }
-
-
-def parts_of(study: Study, number: int) -> dict:
-    return reproduce.measured_claim(study, number)[0]["parts"]
+def fitted(run, seed):
+    """TOPR gains most, at 3e-4; REINFORCE collapses in a second epoch or at a high rate."""
+    noise = 0.001 * seed
+    loss = run.get("loss", "")
+    distance = abs(run["rate"] - 3e-4)
+    if run["rate"] == 0:
+        return 0.3 + noise
+    if loss.startswith("TOPR"):
+        return 0.7 - distance + 2 * noise
+    if loss == "REINFORCE" and (run.get("epochs") == "2" or run["rate"] > 1e-4):
+        return 0.01
+    return 0.35 - distance + 3 * noise
 
 
 def test_each_method_is_measured_at_its_own_best_rate_on_other_seeds():
     study = MadeUp(fitted, rates=[1e-4, 3e-4, 1e-3])
-    runs, tuning = study.methods
+    tuning = measured(study, 1)[0]["tuning"]
     assert best(tuning["TOPR"]) == 3e-4 and best(tuning["REINFORCE"]) == 1e-4
-    assert tuning["TOPR"][1e-3] == pytest.approx(3 * [0.7 - 0.3 - 0.0007], abs=1e-5)
-    asked = {label: run for label, run, _ in study.asked if "points" in run}
-    assert asked["TOPR"]["rate"] == 3e-4 and asked["TOPR"]["samples"] == 16
-    assert asked["REINFORCE, two epochs"]["epochs"] == 2
-    assert asked["REINFORCE, two epochs"]["rate"] == 1e-4
-    assert asked["REINFORCE, TOPR's rate"]["rate"] == 3e-4
-    assert list(runs) == [START, *asked]
-    assert {seed for _, run, seed in study.asked if run["split"] == "val"} == {101, 102, 103}
-    assert {seed for _, run, seed in study.asked if run["split"] == "test"} == {1, 2, 3}
-    run = MadeUp(fitted, budget=8, rates=[1e-4]).tuned(["TOPR"])[0]["TOPR"]
-    assert run["curation"] == ["uniform", "--budget=8"]
+    expected = [0.7 - 0.3 - 0.0007 + 0.001 * seed for seed in (101, 102, 103)]
+    assert tuning["TOPR"][1e-3] == pytest.approx(expected, abs=1e-5)
+    rates = {label: run["rate"] for label, run, _ in study.asked if run["split"] == "test"}
+    assert rates["TOPR"] == 3e-4 and rates["REINFORCE, two epochs"] == 1e-4
+    assert rates["REINFORCE, TOPR's rate"] == 3e-4
+    seeds = {(run["split"], seed) for _, run, seed in study.asked}
+    assert seeds == {*product(["val"], [101, 102, 103]), *product(["test"], [1, 2, 3])}
 
 
 def test_claim_1_is_a_rise_and_a_collapse():
-    claim, figure = reproduce.measured_claim(MadeUp(fitted), 1)
-    assert claim["holds"] == "yes" and len(claim["parts"]) == 6
-    row = claim["measured"]["REINFORCE, two epochs, on validation"]
-    assert row["rise to its peak"]["mean"] == pytest.approx(0.102)
-    assert row["fall from its peak"]["mean"] < -0.3
-    assert figure["TOPR at validation 1"]["pass@1"]["mean"] == pytest.approx(0.402)
-    steady = MadeUp(lambda *given: fitted(*given) | {"result": scores(0.5, seed=given[2])})
-    assert parts_of(steady, 1)["with most responses invalid"] == "no"
+    report, figure = measured(MadeUp(fitted), 1)
+    assert report["holds"] == "yes" and len(report["parts"]) == 6
+    row = report["measured"]["REINFORCE, two epochs, on validation"]
+    assert row["rise to its peak"]["mean"] == pytest.approx(0.1, abs=1e-4)
+    assert row["fall from its peak"]["mean"] == pytest.approx(0.01 - 0.4, abs=1e-4)
+    assert figure["TOPR at validation 1"]["pass@1"]["mean"] == pytest.approx(0.4007)
+    steady = measured(MadeUp(lambda run, seed: 0.5 + 0.001 * seed), 1)[0]
+    assert steady["parts"]["with most responses invalid"] == "no"
 
 
-def test_claim_2_weighs_the_lost_gradient_by_the_signs_shares():
-    found = losses.clipping(MadeUp(fitted))
+def test_a_diverged_curve_keeps_its_last_value():
+    frame = pd.DataFrame({"val/invalid": [[0.1, 0.2, 0.3], [0.1, 1.0]]})
+    assert curves(frame, "val/invalid").iloc[1].tolist() == [0.1, 1.0, 1.0]
+
+
+def test_the_lost_gradient_is_weighed_by_the_signs_shares():
+    zeros = 8 * [0.0]
+    metrics = pd.DataFrame({
+        "weight/positives_truncated": [*zeros, 0.2, 0.4],
+        "weight/negatives_truncated": [*zeros, 0.0, 1.0],
+    })  # fmt: skip
     # the last fifth of ten updates: positives .3, negatives .5
-    lost = found.measured["PPO"]["without gradient"]["mean"]
-    assert lost == pytest.approx(0.25 * 0.3 + 0.75 * 0.5)
-    gain = found.differences["PPO: gain minus half of TOPR's"]["pass@1"]["mean"]
-    assert gain == pytest.approx((0.35 - 0.3) - (0.7 - 0.3) / 2, abs=1e-3)
+    assert without_gradient(metrics, 0.25) == pytest.approx(0.25 * 0.3 + 0.75 * 0.5)
 
 
-def test_claim_4_splits_problems_by_how_often_the_base_policy_is_right():
-    solved = {
-        "topr": [0.9, 0.6, 0.5, 0.7],
-        "positives_only": 4 * [0.5],
-        None: [0.25, 0.5, 0.75, 0.1],
-    }
-
-    def make(experiment, run, seed):
-        found = fitted(experiment, run, seed)
-        name = method_of(run)
-        values = np.array(solved.get(name, solved[None])) + 0.001 * seed * (name == "topr")
-        found["result"]["pass@1"] = values
-        return found
-
-    found = losses.positives_only(MadeUp(make))
-    rescued = found.differences["TOPR minus positives only, by how often the base policy is right"]
-    means = [rescued[name]["mean"] for name in losses.DIFFICULTIES]
-    assert means == pytest.approx([0.3 + 0.002, 0.1 + 0.002, 0.002])
-    last = list(parts_of(MadeUp(make), 4).values())[-1]
-    assert last == "yes"
+def test_combinations_are_weighted_sums_of_rows():
+    differences = measured(MadeUp(fitted), 2)[0]["differences"]
+    gain = differences["PPO: gain minus half of TOPR's"]["pass@1"]["mean"]
+    assert gain == pytest.approx((0.35 - 0.3) - (0.7 - 0.3) / 2, abs=6e-3)
 
 
 @pytest.mark.parametrize(
     ("values", "answers"),
     [
         ({0.05: 0.2, 0.15: 0.5, 0.5: 0.4, 0.9: 0.3}, ["yes", "yes"]),
-        ({0.05: 0.6, 0.15: 0.5, 0.5: 0.4, 0.9: 0.3}, ["no", "yes"]),
         ({0.05: 0.2, 0.15: 0.5, 0.5: 0.6, 0.9: 0.7}, ["no", "no"]),
         ({0.05: 0.2, 0.15: 0.5, 0.5: 0.5, 0.9: 0.5}, ["undecided", "undecided"]),
     ],
 )
 def test_claim_5_needs_15_per_cent_to_beat_both(values, answers):
-    def make(experiment, run, seed):
-        share = float(run["loss"][-1].rpartition("=")[2]) if run.get("loss") else 0.5
-        small = 0.2 if run.get("rate") == 1e-5 else 0
-        return {"result": scores(values[share] + 0.01 * np.sin(7 * seed + 9 * share) - small)}
+    def accuracy(run, seed):
+        share = float(run.get("more", "=0.5").rpartition("=")[2])
+        return values[share] + 0.01 * np.sin(7 * seed + 9 * share)
 
-    study = MadeUp(make, shares=list(values), small_rate=1e-5)
-    claim, _ = reproduce.measured_claim(study, 5)
-    assert list(claim["parts"].values()) == 4 * answers
-    assert {seed for _, run, seed in study.asked if run["split"] == "val"} == {101, 102, 103}
-    low, high = (
-        claim["measured"][f"data with 10% positives{rate} at effective share 15%"]["pass@1"]
-        for rate in (", rate 1e-05,", "")
-    )
-    assert high["mean"] - low["mean"] == pytest.approx(0.2)
+    report, _ = measured(MadeUp(accuracy, shares=list(values), small_rates=[1e-5]), 5)
+    assert list(report["parts"].values()) == 4 * answers
 
 
 def test_every_shipped_loss_is_ranked_beside_the_start():
-    claim, _ = reproduce.measured_claim(MadeUp(fitted, rates=[1e-4, 3e-4]), 9)
-    measured = claim["measured"]
-    assert claim["holds"] == "not a claim" and len(measured) == 22
-    means = [row["pass@1"]["mean"] for row in measured.values()]
-    assert means == sorted(means, reverse=True)
-    row = measured["DPO"]
-    assert row["minus TOPR"]["mean"] == pytest.approx(0.35 - 0.7)
-    assert (row["updates"], row["CPU seconds"]) == (10, 5)
-    assert row["largest fall"]["mean"] == pytest.approx(0.4 - 0.35, abs=2e-3)
-    assert "minus TOPR" not in measured["TOPR"]
-    overlays = {f"configs/loss/{path.name}" for path in (ROOT / "configs/loss").glob("*.yaml")}
-    used = [loss[1] for name, loss in SETTINGS["losses"].items() if "clip" not in name]
-    assert set(used) == overlays and len(used) == len(overlays) + 2
+    rows = measured(MadeUp(fitted, rates=[1e-4, 3e-4]), 9)[0]["measured"]
+    means = [row["pass@1"]["mean"] for row in rows.values()]
+    assert len(rows) == 22 and means == sorted(means, reverse=True)
+    row = rows["DPO"]
+    assert row["minus TOPR"]["mean"] == pytest.approx(0.35 - 0.7, abs=3e-3)
+    assert row["largest fall"]["mean"] == pytest.approx(0.4 - 0.35, abs=7e-3)
+    overlays = {f"--config=configs/loss/{path.name}" for path in (ROOT / "configs/loss").glob("*")}
+    assert {arguments.split()[0] for arguments in SETTINGS["losses"].values()} == overlays
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_what_is_measured_has_the_labels_of_what_is_shipped(regime):
-    """Rows, differences and parts of every claim, in their order."""
+    """Rows, metrics, differences and parts of every claim, in their order."""
     for shipped in report_of(regime)["claims"]:
         number = shipped["claim"]
-        study = MadeUp(fitted, **SETTINGS[regime])
-        claim, _ = reproduce.measured_claim(study, number)
-        assert claim.keys() == shipped.keys()
-        assert list(claim["differences"]) == list(shipped["differences"])
-        assert set(claim["tuning"]) == set(shipped["tuning"])
-        if number != 9:  # it is ranked
-            assert list(claim["measured"]) == list(shipped["measured"])
+        report, _ = measured(MadeUp(fitted, **SETTINGS[regime]), number)
+        assert report.keys() == shipped.keys() - {"updates"}
+        assert set(report["tuning"]) == set(shipped["tuning"])
+        for key in ("differences", "measured"):
+            found = {label: list(row) for label, row in report[key].items()}
+            expected = {label: list(row) for label, row in shipped[key].items()}
+            assert found == expected, number
+            if number != 9:  # it is ranked
+                assert list(found) == list(expected)
         if number != 6:  # it names the rate that was best
-            assert list(claim["parts"]) == list(shipped["parts"])
-        if number == 7:
-            assert claim["updates"]["uniform"] == [4, 8, 12]
-            shares = claim["measured"]["positives, uniform"]
-            assert shares["iteration 4"]["mean"] == pytest.approx(0.3)
-        if number == 8:
-            gap = claim["differences"]["after: weighted minus majority"]["@8"]["mean"]
-            assert gap == pytest.approx(0.1)
+            assert list(report["parts"]) == list(shipped["parts"])
 
 
 # commands and their cache
@@ -332,29 +264,25 @@ def test_a_command_runs_once_and_is_known_by_its_arguments(cache, tmp_path):
 
 
 def test_other_code_or_data_has_other_outputs(tmp_path):
-    for name in ("topr", "configs"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "topr").mkdir()
     source = tmp_path / "topr" / "loss.py"
     source.write_text("x = 1")
     before = inputs_hash(tmp_path)
-    (tmp_path / "topr" / "__pycache__").mkdir()
-    (tmp_path / "topr" / "__pycache__" / "loss.pyc").write_text("")
     (tmp_path / "README.md").write_text("")
+    (tmp_path / "topr" / "loss.pyc").write_text("")
     assert inputs_hash(tmp_path) == before
     source.write_text("x = 2")
-    changed = inputs_hash(tmp_path)
-    (tmp_path / "configs" / "a.yaml").write_text("a: 1")
-    assert len({before, changed, inputs_hash(tmp_path)}) == 3
+    assert inputs_hash(tmp_path) != before
 
 
 @pytest.mark.slow
 def test_a_training_that_diverges_is_a_result(tmp_path):
     one = Experiment(Commands(tmp_path), SETTINGS["standard"] | SETTINGS["quick"], 1)
-    few = {"curation": ["uniform", "--budget=1"], "points": 2, "loss": SETTINGS["losses"]["IS"]}
-    found = one.train("val", 2, rate=1e30, **few)
-    accuracy = found["metrics"]["val/pass@1"].dropna()
-    assert accuracy.iloc[0] > 0.2 and accuracy.iloc[-1] == 0
-    assert found["updates"] < 8 and found["result"]["invalid"].mean() == 1
+    few = {"curation": "uniform --budget=1", "points": "2", "loss": "IS"}
+    found = one.train("test", 2, rate=1e30, **few)["{}"]
+    accuracy = found["val/pass@1"]
+    assert accuracy[0] > 0.2 and accuracy[-1] == 0
+    assert found["updates"] < 8 and found["invalid"] == 1
 
 
 @pytest.mark.slow
@@ -376,11 +304,10 @@ def test_a_small_quick_study_survives_a_kill(tmp_path):
     while len(complete()) < 3 and killed.poll() is None:
         time.sleep(0.05)
     children = psutil.Process(killed.pid).children(recursive=True)
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.wait()
+    assert children and not psutil.wait_procs(children, timeout=20)[1]  # they end with it
     before = {path: path.stat().st_mtime_ns for path in complete()}
-    assert len(before) >= 3 and children
-    assert not psutil.wait_procs(children, timeout=20)[1]  # the workers end with their parent
     done = subprocess.run(start, capture_output=True, text=True, timeout=290, **given)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -391,37 +318,27 @@ def test_a_small_quick_study_survives_a_kill(tmp_path):
 # the command
 
 
-@pytest.fixture
-def reported(tmp_path, monkeypatch, run):
-    """Run the command on results made up; its report as data and as text."""
-
+def test_the_command_writes_its_report_and_figures(run, tmp_path, monkeypatch):
     def study(cache, workers, setting, seeds):
         made = MadeUp(fitted)
-        made.setting, made.seeds, made.commands = setting, seeds, Commands(cache)
+        made.seeds, made.commands = seeds, Commands(cache)
         return made
 
-    def report(*arguments) -> tuple[dict, str]:
-        monkeypatch.setattr(reproduce, "Study", study)
-        code, _, err = run(reproduce.main, "--out", tmp_path / "out", *arguments)
-        assert code == 0, err
-        (path,) = (tmp_path / "out").rglob("claims.json")
-        return json.loads(path.read_text()), path.with_suffix(".md").read_text()
-
-    return report
-
-
-def test_the_command_writes_its_report_and_figures(reported, tmp_path):
-    found, text = reported("--claims", "4,1", "--seeds", "3")
+    monkeypatch.setattr(reproduce, "Study", study)
+    given = ["--claims", "4,1", "--seeds", "3", "--out", tmp_path]
+    code, _, err = run(reproduce.main, *given)
+    assert code == 0, err
+    found = json.loads((tmp_path / "standard/claims.json").read_text())
+    text = (tmp_path / "standard/claims.md").read_text()
     words = "--claims 1,4 --seeds 3 --regime standard"
     assert found["command"] == f"python data/claims/reproduce.py {words}"
     assert {"hardware", "torch", "setting", "commit", "cpu_minutes"} <= set(found)
     assert [claim["claim"] for claim in found["claims"]] == [1, 4]
-    assert found["claims"][0]["seeds"] == [1, 2, 3]
     assert "| 1. Naive REINFORCE improves, then collapses | Figures 1 and 3" in text
-    assert "| TOPR | 70.2 [70.0, 70.4] | 80.0 [80.0, 80.0] | 10.0 [10.0, 10.0] |" in text
+    assert "| TOPR | 70.4 [69.9, 70.9] | 80.4 [79.9, 80.9] | 9.6 [9.1, 10.1] |" in text
     assert "TOPR 0.0003, positives only" in text
     for number in (1, 4):
-        assert (tmp_path / f"out/standard/claim_{number}.png").stat().st_size > 5000
+        assert (tmp_path / f"standard/claim_{number}.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -453,7 +370,7 @@ def test_the_shipped_reports_agree_with_their_values_and_criteria(regime):
     assert reproduce.markdown(report) == text
     setting = SETTINGS["standard"] | SETTINGS[regime]
     assert [claim["claim"] for claim in report["claims"]] == [*setting["claims"], 9]
-    for key in setting.keys() - {"config", "base"}:
+    for key in setting.keys() - {"config", "base", "small_rates"}:
         assert report["setting"][key] == setting[key]
     for claim in report["claims"]:
         number = claim["claim"]

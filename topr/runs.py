@@ -109,7 +109,7 @@ class Run:
 def setting(config: dict[str, Any], key: str) -> Any:
     """The value of a key such as model.loss."""
     section, _, name = key.rpartition(".")
-    return config.get(section, config)[name]
+    return config.get(section, config).get(name)
 
 
 def new_run(config: Any) -> Run:

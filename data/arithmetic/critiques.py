@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.arithmetic.problems import Errors, Setting, base_prompts, demonstration
+from data.arithmetic.problems import Errors, Setting, demonstration, problems_of
 from topr.tasks import Arithmetic
 
 # rates of critiques without steps, of those without a verdict, and of wrong digits
@@ -35,12 +35,13 @@ def judgements(setting: Setting, rng: np.random.Generator) -> Iterator[tuple[str
     The solutions are correct and incorrect ones in turn.
     """
     wanted = True
-    for prompt in base_prompts(setting, rng):
-        correct, _ = demonstration(setting, FLAWLESS, prompt, rng)
+    task = Arithmetic()
+    for problem in problems_of(setting, "base", rng):
+        correct, _ = demonstration(setting, FLAWLESS, problem.prompt, rng)
         for _ in range(100):
-            solution, finished = demonstration(setting, Errors(), prompt, rng)
-            grade = Arithmetic().grade(solution, correct.split("#")[1])
-            if (finished and grade.reward > 0) == wanted:
-                yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng), True
+            solution, finished = demonstration(setting, Errors(), problem.prompt, rng)
+            if (finished and task.grade(solution, problem.gold).reward > 0) == wanted:
+                text = critique(correct, solution, wanted, rng)
+                yield f"{problem.prompt}{solution}>", text, True
                 wanted = not wanted
                 break

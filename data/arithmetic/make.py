@@ -25,9 +25,8 @@ from data.arithmetic.problems import (
     SEPARATORS,
     Problem,
     Setting,
-    base_prompts,
     demonstration,
-    draw_split,
+    problems_of,
 )
 from topr.evaluation import SamplingJob
 from topr.io import ArgumentParser, check_folder, command, write_text
@@ -63,8 +62,13 @@ def make_base(
     check_folder("--out", out)
     problems = {}
     for number, (split, count) in enumerate((("train", train), ("val", val), ("test", test)), 1):
-        problems[split] = draw_split(setting, split, count, np.random.default_rng([seed, number]))
-        write_problems(out / f"{split}.jsonl", problems[split])
+        rng = np.random.default_rng([seed, number])
+        problems[split] = different(problems_of(setting, split, rng), count)
+        rows = [
+            {"id": each.id, "prompt": each.prompt, "gold": each.gold} for each in problems[split]
+        ]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        write_text(out / f"{split}.jsonl", "".join(lines))
 
     torch.manual_seed(seed)
     policy = make_policy(make_tokenizer(LETTERS + SEPARATORS if setting.filler else ""))
@@ -104,19 +108,20 @@ def make_verifier(
     export_policy(policy, out / "base")
 
 
+def different(problems: Iterator[Problem], count: int) -> list[Problem]:
+    """The first `count` different problems."""
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = next(problems)
+        found.setdefault(problem.prompt, problem)
+    return list(found.values())
+
+
 def demonstrations(setting: Setting, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
     """Endless prompts of the base split with imperfect solutions, and whether these end."""
-    for prompt in base_prompts(setting, rng):
-        response, finished = demonstration(setting, setting.errors, prompt, rng)
-        yield prompt, response, finished
-
-
-def write_problems(path: Path, problems: list[Problem]) -> None:
-    lines = ""
-    for problem in problems:
-        row = {"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}
-        lines += json.dumps(row) + "\n"
-    write_text(path, lines)
+    for problem in problems_of(setting, "base", rng):
+        response, finished = demonstration(setting, setting.errors, problem.prompt, rng)
+        yield problem.prompt, response, finished
 
 
 def write_responses(

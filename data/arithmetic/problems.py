@@ -81,22 +81,12 @@ def split_of(prompt: str) -> str:
     return SPLITS.get(number % 20, "base")
 
 
-def draw_split(setting: Setting, split: str, count: int, rng: np.random.Generator) -> list[Problem]:
-    """`count` different problems of a split."""
-    found: dict[str, Problem] = {}
-    while len(found) < count:
+def problems_of(setting: Setting, split: str, rng: np.random.Generator) -> Iterator[Problem]:
+    """Endless problems of a split."""
+    while True:
         problem = draw(setting, rng)
         if split_of(problem.prompt) == split:
-            found.setdefault(problem.prompt, problem)
-    return list(found.values())
-
-
-def base_prompts(setting: Setting, rng: np.random.Generator) -> Iterator[str]:
-    """Endless prompts of the base split."""
-    while True:
-        prompt = draw(setting, rng).prompt
-        if split_of(prompt) == "base":
-            yield prompt
+            yield problem
 
 
 def demonstration(

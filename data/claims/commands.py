@@ -25,14 +25,8 @@ from topr.distributed import die_with_parent
 from topr.io import InputError
 
 ROOT = Path(__file__).parents[2]
-INPUTS = [
-    "topr",
-    "train.py",
-    "evaluate.py",
-    "configs",
-    "data/arithmetic",
-    "data/claims/training.yaml",
-]
+PROGRAMS = ["topr", "train.py", "evaluate.py"]
+INPUTS = [*PROGRAMS, "configs", "data/arithmetic", "data/claims/training.yaml"]
 TEMPLATES = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
 MAINS = {
     "train.py": train.main,

@@ -14,11 +14,11 @@ from topr.io import write_text
 
 SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
 LOSSES = SETTINGS["losses"] | SETTINGS["clipped"]
-DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}  # of a policy without valid responses
+# of a policy that does not exist, because training diverged
+DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 BUDGET = 8  # responses to a problem that an iteration trains on
 ITERATIONS = {"val": 2, "test": 4}
-VERIFIER = "configs/arithmetic_verifier.yaml"
 Scores = dict[str, Any]  # by metric
 Rows = dict[str, Scores]  # by label; braces stand for the label of the run
 
@@ -34,6 +34,7 @@ class Experiment:
         self.commands = commands
         self.setting = setting
         self.seed = seed
+        self.config = setting["config"]
         self.base = ROOT / "data/arithmetic"
         if setting["base"] is not None:
             self.base = commands.run("base", *setting["base"], seed=seed)
@@ -116,8 +117,9 @@ class Experiment:
         steps = self.setting["verifier_steps"]
         policy = self.commands.run("verifier", data=self.base, steps=steps, seed=self.seed) / "base"
         solutions = self.base / "train.parquet"
-        critiques = self.sample(policy, solutions, 2, 1000 * self.seed, VERIFIER)
-        trained, _ = self.fit(policy, critiques, rate, config=VERIFIER)
+        self.config = "configs/arithmetic_verifier.yaml"
+        critiques = self.sample(policy, solutions, 2, 1000 * self.seed)
+        trained, _ = self.fit(policy, critiques, rate)
         after = self.judge(trained)
         gains = {f"@{k}": after[f"weighted@{k}"] - after[f"maj@{k}"] for k in (4, 8)}
         return {"before": self.judge(policy), "after": after, "votes": gains}
@@ -138,19 +140,15 @@ class Experiment:
             scores[name] = results["arithmetic"][name]["mean"]
         return scores
 
-    def fit(
-        self, policy: Path, data: Path, rate: float, *more: str, config: str = ""
-    ) -> tuple[Path, pd.DataFrame]:
+    def fit(self, policy: Path, data: Path, rate: float, *more: str) -> tuple[Path, pd.DataFrame]:
         """Train a policy; the new one, which does not exist after divergence, and metrics."""
-        given = {"config": config or self.setting["config"], "policy": policy, "data": data}
-        run = self.commands.run("fit", *more, rate=rate, seed=self.seed, **given) / "fit/version_0"
+        given = {"config": self.config, "policy": policy, "data": data, "rate": rate}
+        run = self.commands.run("fit", *more, seed=self.seed, **given) / "fit/version_0"
         return run / "policy", pd.read_csv(run / "metrics.csv")
 
-    def sample(
-        self, policy: Path, problems: Path, samples: int, seed: int, config: str = ""
-    ) -> Path:
+    def sample(self, policy: Path, problems: Path, samples: int, seed: int) -> Path:
         """The trajectory files, by a glob, with responses of a policy."""
-        given = {"config": config or self.setting["config"], "policy": policy, "problems": problems}
+        given = {"config": self.config, "policy": policy, "problems": problems}
         return self.commands.run("sample", samples=samples, seed=seed, **given) / "part-*.parquet"
 
     def curate(self, files: Path, way: str, *more: str) -> Path:
@@ -160,18 +158,17 @@ class Experiment:
 
     def measure(self, policy: Path, split: str, samples: int) -> Scores:
         """pass@1, maj@samples, invalid; and pass@1 by how often the base policy is right."""
-        values = self.per_problem(policy, split, samples)
         solved = self.per_problem(self.base / "base", split, samples)["pass@1"]
+        values = pd.DataFrame(DIVERGED, index=solved.index)
+        if policy.exists():
+            values = self.per_problem(policy, split, samples)
         groups = pd.cut(solved, [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
         by_difficulty = values["pass@1"].groupby(groups, observed=False).mean()
         return {**values.mean(), **by_difficulty.fillna(0)}
 
     def per_problem(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
-        """Metrics of each problem; a policy that does not exist has diverged."""
+        """Metrics of each problem."""
         problems = self.base / f"{split}.jsonl"
-        if not policy.exists():
-            count = len(problems.read_text().splitlines())
-            return pd.DataFrame(DIVERGED, index=range(count))
         files = self.sample(policy, problems, samples, 1000 * self.seed + 999)
         values = per_problem(read_parts(files.parent))
         values["maj"] = values[f"maj@{samples}"]

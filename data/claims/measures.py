@@ -24,13 +24,14 @@ def measured(study: Study, number: int) -> tuple[dict[str, Any], dict[str, Row]]
     differences = compared(frames, claim, words)
     if number == 1:
         add_rise_and_fall(frames, "REINFORCE, two epochs")
-    if number == 6:
-        words = own_and_next_rate(setting["rates"], best(tuning["TOPR, clip 100"]))
-    if number == 9:
+    elif number == 6:
+        name = "TOPR, clip 100"
+        del frames[name]  # its own rate is one of the rates
+        words = own_and_next_rate(setting["rates"], best(tuning[name]))
+    elif number == 9:
         frames = ranked(frames, differences)
-    shown = claim["rows"] or [name for name in frames if name not in claim["hidden"]]
     columns = [*claim["metrics"], *claim["columns"]]
-    rows = summaries({name: frames[name].filter(columns) for name in shown})
+    rows = summaries({name: frames[name].filter(columns) for name in claim["rows"] or frames})
     changes = summaries(differences)
     parts: dict[str, str] = {}
     for filling in words:
@@ -58,10 +59,13 @@ def compared(frames: Frames, claim: dict[str, Any], words: Words) -> Frames:
     for filling, text in product(words, claim["differences"]):
         label = text.format(**filling)
         one, other = label.split(" minus ")
-        found[label] = frames[one][metrics] - frames[other][metrics]
+        if one != other:
+            found[label] = frames[one][metrics] - frames[other][metrics]
     for label, terms in claim["combinations"].items():
-        weighted = [weight * frames[name] for name, weight in terms["rows"].items()]
-        found[label] = sum(weighted)[terms["metrics"]]
+        total = 0
+        for name, weight in terms["rows"].items():
+            total += weight * frames[name][terms["metrics"]]
+        found[label] = total
     return found
 
 
