@@ -56,6 +56,12 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
 
     hint = " (python train.py fit --help lists every key)"
 
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except (InputError, UnicodeDecodeError) as error:  # neither names the file
+            raise InputError(f"{cfg_path}: {error}") from error
+
 
 class CLI(LightningCLI):
     """Lightning's command line with folders of runs, exact resumption and one-sentence errors."""
@@ -71,7 +77,7 @@ class CLI(LightningCLI):
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=check_seed)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("model.task", "data.task", apply_on="instantiate")
         parser.link_arguments(
@@ -178,6 +184,12 @@ class CLI(LightningCLI):
             where = f"out of memory in update {self.trainer.global_step + 1} ({reason})"
             return f"{where}; lower data.microbatch_tokens, now {self.datamodule.microbatch_tokens}"
         return f"out of memory ({reason}); take a smaller policy, or shard it (configs/fsdp.yaml)"
+
+
+def check_seed(value: bool | int) -> int:
+    if not 0 <= value < 2**32:  # numpy takes 32 bits
+        raise InputError(f"seed_everything is {value}; it must lie between 0 and {2**32 - 1}")
+    return int(value)
 
 
 def quieten() -> None:

@@ -135,6 +135,8 @@ def new_run(config: Any) -> Run:
 def loggers_of(trainer: Any) -> list[Any]:
     """The configurations of a trainer's loggers."""
     found = trainer.get("logger") or []
+    if found is True:  # Lightning's default, whose folder is that of the trainer
+        found = []
     if not isinstance(found, list):
         found = [found]
     return [logger for logger in found if "init_args" in logger]
