@@ -91,6 +91,7 @@ class PolicyModule(LightningModule):
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
+        self.limits: tuple[int | None, int] | None = None  # max_epochs and max_steps
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -256,22 +257,36 @@ class PolicyModule(LightningModule):
         for logger in self.loggers:
             logger.log_metrics(figures, self.global_step)
 
+    def on_fit_start(self) -> None:
+        """Lift the limits of the run until Lightning has started it: it would not start a resumed
+        one that has made its last update, but may still have to be validated and exported."""
+        loop = self.trainer.fit_loop
+        self.limits = (loop.max_epochs, loop.max_steps)
+        loop.max_epochs = -1
+        loop.epoch_loop.max_steps = -1
+
+    def restore_limits(self) -> None:
+        if self.limits is not None:
+            loop = self.trainer.fit_loop
+            loop.max_epochs, loop.epoch_loop.max_steps = self.limits
+            self.limits = None
+
     def on_train_start(self) -> None:
-        """Make up for the validation that a resumed run's checkpoint was written just before. The
-        loggers have dropped what they got at the checkpoint's number of updates, or after it."""
-        if self.validation_due:
-            self.validation_due = False
-            for batch in self.trainer.val_dataloaders or []:
-                self.evaluate("val", batch)
-        elif self.validated[0] == self.global_step > 0:
+        if not self.validation_due or not sum(self.trainer.num_val_batches):
+            self.restore_limits()
+        # loggers drop what was logged at the checkpoint's number of updates, or after it
+        if self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.restore_limits()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for logger in self.loggers:
             logger.save()
         loop: Any = self.trainer.fit_loop
         due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        due = due and not self.trainer.validating  # which Lightning begins again by itself
         checkpoint["topr"] = {
             "validated": self.validated,
             "validation_due": bool(due and self.validated[0] < self.global_step),
@@ -288,6 +303,19 @@ class PolicyModule(LightningModule):
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
+        if self.validation_due and "loops" in checkpoint:  # not with save_weights_only
+            interrupt_validation(checkpoint["loops"]["fit_loop"])
+
+
+def interrupt_validation(loop: dict[str, Any]) -> None:
+    """Let a checkpoint written just before a validation look to Lightning as if written in it:
+    a resumed run would not make up for the validation otherwise, callbacks included."""
+    for of in ("total", "current"):
+        counts = loop["epoch_loop.batch_progress"][of]
+        counts["completed"] = counts["processed"]
+    progress = loop["epoch_loop.val_loop.batch_progress"]
+    progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
 
 def check_trainer(trainer: Any) -> None:

@@ -28,7 +28,6 @@ class ExportPolicy(Callback):
 
     def __init__(self) -> None:
         self.before: dict[str, Any] | None = None
-        self.exported = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}
@@ -50,16 +49,6 @@ class ExportPolicy(Callback):
             self.before = self.measure(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.export(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Export a run that was killed after its last update: Lightning does not train it again."""
-        if not self.exported:
-            pl_module.to(trainer.strategy.root_device)
-            self.export(trainer, pl_module)
-
-    def export(self, trainer: Trainer, pl_module: Any) -> None:
-        self.exported = True
         after = self.measure(trainer, pl_module)
         measured: dict[str, Any] = {"before": self.before, "after": after} if after else {}
         if after:
