@@ -177,7 +177,8 @@ class CLI(LightningCLI):
             if training:
                 remedy = "make room and resume with --ckpt_path last"
                 return f"the checkpoint cannot be written ({reason}); {remedy}"
-            return f"the checkpoint cannot be loaded ({reason}); name another"
+            checkpoint = self.config[self.subcommand].ckpt_path
+            return f"the checkpoint {checkpoint} cannot be loaded ({reason}); name another"
         if not is_out_of_memory(error):
             raise error
         if training:
