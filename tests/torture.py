@@ -163,7 +163,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     for tag, values in theirs.items():
         assert mine[tag] == values, tag
     assert summary(one) == summary(other)
-    assert files(one) == files(other)
+    # ModelCheckpoint forgets an older checkpoint if it is killed just before it removes that
+    more = {name for name in files(one) if not name.startswith("checkpoints/epoch=")}
+    assert more <= files(other) <= files(one)
 
 
 def check_fit(killed: Command, whole: Command) -> None:
