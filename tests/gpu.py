@@ -151,8 +151,7 @@ def make_trajectories(path: Path, count: int, length: int, vocabulary: int) -> N
 
 
 def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -> None:
-    """Training in bf16-mixed: the median of all updates but the first two. The estimate of memory
-    is printed before."""
+    """Training in bf16-mixed: the median of all updates but the first two."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy

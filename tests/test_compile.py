@@ -19,11 +19,7 @@ def data(run, policy):
 def test_compiled_layers_do_not_change_the_update(run, policy, data, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(run.folder / "inductor"))
     (run.folder / "val.jsonl").write_text('{"id": "a", "prompt": "3+4=", "gold": "7"}\n')
-    more = [
-        "--data.batch_size=8",
-        "--model.activation_checkpointing=selective",
-        "--data.val=val.jsonl",
-    ]
+    more = ["--data.batch_size=8", "--model.activation_checkpointing=true", "--data.val=val.jsonl"]
     plain = fit(run, policy, data, *more)
     counters.clear()
     compiled = fit(run, policy, data, *more, "--model.compile=true")

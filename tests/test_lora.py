@@ -9,7 +9,6 @@ from conftest import ROOT, make_trajectories, rejected, write
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_update import assert_close_weights, fit, fit_arguments, same_weights
-from torch._subclasses import FakeTensor
 from torture import summary
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -87,16 +86,15 @@ def test_adapters_of_another_shape_do_not_resume(run, policy, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["true", "selective"])
 def test_activation_checkpointing_does_not_change_updates_and_samples(
-    run, policy, data, monkeypatch, kind
+    run, policy, data, monkeypatch
 ):
     forward = LlamaMLP.forward
     calls = 0
 
     def counted(self, hidden):
         nonlocal calls
-        calls += self.training and not isinstance(hidden, FakeTensor)  # of the memory's estimate
+        calls += self.training
         return forward(self, hidden)
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)
@@ -104,7 +102,7 @@ def test_activation_checkpointing_does_not_change_updates_and_samples(
     more = ["--data.batch_size=8", "--data.test=problems.jsonl"]
     plain = fit(run, policy, data, *more)
     once = calls
-    less = fit(run, policy, data, *more, f"--model.activation_checkpointing={kind}")
+    less = fit(run, policy, data, *more, "--model.activation_checkpointing=true")
     assert calls - once > 1.4 * once  # activations are computed again
     assert_close_weights(plain, less)
     before = [summary(folder)["before"] for folder in (plain, less)]

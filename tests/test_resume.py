@@ -87,6 +87,10 @@ MOMENTS = {
     "export": ([], [("export", 1, KILL)]),
     "epochs": ([TWO_EPOCHS], [("update", 5, KILL), ("update", 2, STOP), ("update", 1, STOP)]),
     "end of an epoch": ([TWO_EPOCHS], [("update", 6, STOP), ("update", 5, STOP)]),
+    "without validation": (
+        [TWO_EPOCHS, "--data.val=null"],
+        [("update", 6, STOP), ("update", 1, STOP)],
+    ),
     "last validation": ([TWO_EPOCHS], [("sampling", 5, KILL), ("sampling", 5, KILL)]),
     "saved at validations": ([TWO_EPOCHS, *AT_VALIDATIONS], [("update", 8, STOP)]),
     "saved at epochs": ([TWO_EPOCHS, *AT_EPOCHS], [("update", 9, KILL), ("export", 1, KILL)]),

@@ -4,8 +4,7 @@ Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from topr.batching import Update
 from topr.datamodule import PredictionBatch, ProblemBatch
@@ -27,8 +25,6 @@ from topr.settings import save_hyperparameters
 from topr.statistics import Rows, check_finite, check_start, columns_of, gather_columns, statistics
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
-
-MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 class PolicyModule(LightningModule):
@@ -45,7 +41,7 @@ class PolicyModule(LightningModule):
             `adapter/` the adapters.
         gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
         activation_checkpointing: recompute activations in the backward instead of keeping them:
-            less memory, a third more time. `selective` keeps the results of matrix products.
+            less memory, a third more time.
         reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after
             its forward and gather them again for its backward: less memory, more traffic.
         compile: compile the parts of decoder layers for training with `torch.compile`: half a
@@ -66,7 +62,7 @@ class PolicyModule(LightningModule):
         sampler: Sampler | None = None,
         lora: LoRA | None = None,
         gradient_clip_val: NonNegativeFloat | None = 1.0,
-        activation_checkpointing: bool | Literal["selective"] = False,
+        activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
         compile: bool = False,
         threads: PositiveInt | None = None,
@@ -91,7 +87,7 @@ class PolicyModule(LightningModule):
         self.max_abs_log_ratio: float | None = None  # before the first update
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
-        self.limits: tuple[int | None, int] | None = None  # max_epochs and max_steps
+        self.limits: tuple[int | None, int] = (None, -1)  # max_epochs and max_steps
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -143,11 +139,7 @@ class PolicyModule(LightningModule):
 
             add_adapters(policy, self.lora)
         if self.activation_checkpointing:
-            settings: dict[str, Any] = {"use_reentrant": False}
-            if self.activation_checkpointing == "selective":
-                context = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
-                settings["context_fn"] = context
-            policy.model.activation_checkpointing_enable(settings)
+            policy.model.activation_checkpointing_enable({"use_reentrant": False})
 
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -258,29 +250,27 @@ class PolicyModule(LightningModule):
             logger.log_metrics(figures, self.global_step)
 
     def on_fit_start(self) -> None:
-        """Lift the limits of the run until Lightning has started it: it would not start a resumed
-        one that has made its last update, but may still have to be validated and exported."""
+        """Lift the limits of the run until Lightning has started it: it would skip a resumed one
+        that has made its last update, but may still have to be validated and exported."""
         loop = self.trainer.fit_loop
         self.limits = (loop.max_epochs, loop.max_steps)
         loop.max_epochs = -1
         loop.epoch_loop.max_steps = -1
 
-    def restore_limits(self) -> None:
-        if self.limits is not None:
-            loop = self.trainer.fit_loop
-            loop.max_epochs, loop.epoch_loop.max_steps = self.limits
-            self.limits = None
-
     def on_train_start(self) -> None:
-        if not self.validation_due or not sum(self.trainer.num_val_batches):
-            self.restore_limits()
+        loop = self.trainer.fit_loop
+        loop.max_epochs, loop.epoch_loop.max_steps = self.limits
         # loggers drop what was logged at the checkpoint's number of updates, or after it
         if self.validated[0] == self.global_step > 0:
             self.write_figures(self.validated[1])
-
-    def on_validation_start(self) -> None:
-        if not self.trainer.sanity_checking:
-            self.restore_limits()
+        if self.validation_due:  # Lightning would not make up for it
+            self.validation_due = False
+            validation = loop.epoch_loop.val_loop
+            validation.restarting = False
+            self.trainer.validating = True
+            validation.run()
+            validation._has_run = False  # or the loop of the epoch would not be entered
+            self.trainer.training = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for logger in self.loggers:
@@ -303,19 +293,12 @@ class PolicyModule(LightningModule):
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
-        if self.validation_due and "loops" in checkpoint:  # not with save_weights_only
-            interrupt_validation(checkpoint["loops"]["fit_loop"])
-
-
-def interrupt_validation(loop: dict[str, Any]) -> None:
-    """Let a checkpoint written just before a validation look to Lightning as if written in it:
-    a resumed run would not make up for the validation otherwise, callbacks included."""
-    for of in ("total", "current"):
-        counts = loop["epoch_loop.batch_progress"][of]
-        counts["completed"] = counts["processed"]
-    progress = loop["epoch_loop.val_loop.batch_progress"]
-    progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+        if "loops" in checkpoint:  # not with save_weights_only
+            # Lightning counts a batch as completed after its checkpoint, and loses count of epochs
+            # when it resumes a checkpoint of an epoch's last batch
+            for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+                if isinstance(counts, dict):
+                    counts["completed"] = counts["processed"]
 
 
 def check_trainer(trainer: Any) -> None:

@@ -1,6 +1,5 @@
-"""Speed and memory of training: what was measured, and before it starts what to expect."""
+"""Speed and memory of training."""
 
-import math
 import resource
 import sys
 import time
@@ -9,10 +8,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from topr.batching import Update
-from topr.io import first_line
 
 
 class Speed(Callback):
@@ -33,10 +30,6 @@ class Speed(Callback):
     def tokens_per_second(self, ranks: int) -> float:
         """Over the whole run and all ranks."""
         return ranks * self.tokens / max(self.seconds, 1e-9)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if getattr(trainer, "datamodule", None) is not None:
-            print_estimate(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         model = pl_module.policy.model
@@ -87,54 +80,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def estimate_training(trainer: Trainer, module: Any) -> Any:
-    """`memory.estimate` for the policy, data and settings that are about to train."""
-    from topr.policy.memory import estimate
-
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    prompt_tokens, response_tokens = data.data.sizes[1:]
-    batches = data.plan(0).batches
-    most = max((prompt_tokens + response_tokens)[batch].sum() for batch in batches)
-    share = most / trainer.world_size  # of a rank in the largest update
-    microbatches = math.ceil(share / data.microbatch_tokens)
-    tokens = math.ceil(share / microbatches)
-    responses = response_tokens.sum() / (prompt_tokens + response_tokens).sum()
-    return estimate(
-        module.policy_name,
-        module.prepare,
-        module.optimizer,
-        module.device,
-        padded=module.policy.padded,
-        tokens=tokens,
-        response_tokens=math.ceil(responses * tokens),
-        microbatches=microbatches,
-        bfloat16=trainer.precision == "bf16-mixed",
-        checkpointing=module.activation_checkpointing,
-        devices=trainer.world_size,
-        sharded=module.device_mesh is not None,
-        reshard=module.reshard_after_forward,
-    )
-
-
-def print_estimate(trainer: Trainer, module: Any) -> None:
-    """Print the estimated memory of training, and warn if the GPU has less."""
-    try:
-        found = estimate_training(trainer, module)
-    except Exception as error:  # whatever a model raises on tensors without data
-        rank_zero_info(f"the memory of training cannot be estimated: {first_line(error)}")
-        return
-    peak = found.peak / 1e9
-    names = ("weights", "gradients", "optimizer", "activations")
-    parts = ", ".join(f"{name} {getattr(found, name) / 1e9:.2g}" for name in names)
-    note = "without the rows of sampling"
-    rank_zero_info(f"estimated memory: {peak:.2g} GB a device ({parts}), {note}")
-    device = module.device
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory / 1e9
-        if peak > there:
-            remedy = "lower data.microbatch_tokens, add configs/lora.yaml or configs/fsdp.yaml"
-            rank_zero_warn(
-                f"training takes about {peak:.0f} GB, this GPU has {there:.0f}: {remedy}"
-            )
