@@ -16,6 +16,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from tqdm import tqdm
 
+from topr.commands import ArgumentParser, command
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
@@ -28,7 +29,7 @@ from topr.evaluation.pipeline import (
 )
 from topr.evaluation.report import write_report
 from topr.identity import content_hash
-from topr.io import ArgumentParser, InputError, check_folder, command
+from topr.io import InputError, check_folder
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Problem, Task

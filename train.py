@@ -23,17 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.callbacks import ExportPolicy, Preemption, Speed, TensorBoardExtras
 from topr.checkpoints import updates
+from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
-from topr.io import (
-    InputError,
-    OneSentenceErrors,
-    command,
-    first_line,
-    is_out_of_memory,
-    lock,
-    write_text,
-)
+from topr.io import InputError, first_line, is_out_of_memory, lock, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 # A file imports from its own level and from those before it. `topr` itself is topr/__init__.py.
 LEVELS = [
-    ["topr", "io", "settings", "distributed"],
+    ["topr", "io", "commands", "settings", "distributed"],
     ["advantages"],
     ["losses", "batching", "optim"],
     ["policy"],
@@ -22,7 +22,7 @@ LEVELS = [
     ["module", "callbacks"],
     ["iterate"],
 ]
-EXTRAS = ["callbacks", "checkpoints", "iterate", "optim", "runs", "evaluation.live"]
+EXTRAS = ["callbacks", "checkpoints", "commands", "iterate", "optim", "runs", "evaluation.live"]
 EXTRAS += ["evaluation.benchmarks", "evaluation.metrics", "evaluation.report"]
 EXTRAS += ["policy.compiling", "policy.lora", "policy.sharding"]
 EXTRAS += ["sampling.local", "sampling.server", "tasks.arithmetic", "tasks.equivalence"]

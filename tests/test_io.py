@@ -8,16 +8,14 @@ import sys
 import pytest
 from conftest import ROOT
 
+from topr.commands import ArgumentParser, command, printable
 from topr.io import (
-    ArgumentParser,
     InputError,
     atomic,
     check_folder,
-    command,
     first_line,
     is_out_of_memory,
     lock,
-    printable,
     sweep,
     write_text,
 )

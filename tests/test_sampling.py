@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import make_policy
 
-from topr.io import ArgumentParser, InputError
+from topr.commands import ArgumentParser
+from topr.io import InputError
 from topr.policy import Policy, load_policy
 from topr.sampling import LocalSampler, Sampler, Sampling
 

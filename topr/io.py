@@ -1,19 +1,14 @@
-"""One-sentence errors, exit codes, argument parsing and atomic writes, shared by every command."""
+"""Errors for users, and files that are complete or absent."""
 
-import errno
 import fcntl
 import os
 import re
 import shutil
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
-
-import jsonargparse
+from typing import IO, Any
 
 LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
 LOCKS: list[IO] = []  # open files; closing one would end its lock
@@ -25,66 +20,6 @@ class InputError(ValueError):
 
 class DivergedError(InputError):
     """Training produced NaN or infinity."""
-
-
-class OneSentenceErrors:
-    """Mixin for a jsonargparse parser: raises `InputError`, takes no abbreviated arguments."""
-
-    hint = " (--help lists every argument)"
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[call-arg]
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        sentence = " ".join(str(message).replace(self.hint, "").split())
-        # jsonargparse lists every type that it tried; the first says enough
-        sentence = re.sub(r"- Expected a path but .*? - ", "", sentence)
-        sentence = re.sub(r"Does not validate .*? Errors: - (.*?) - .*", r"\1", sentence)
-        sentence = re.sub(r"<class '(\w+)'>", r"\1", sentence)
-        raise InputError(sentence + self.hint) from ex
-
-
-class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
-    """The parser of every command but `train.py`. Options may have dashes for underscores."""
-
-    def add_argument(self, *args, **kwargs) -> Any:
-        action = super().add_argument(*args, **kwargs)
-        for name in action.option_strings:
-            self._option_string_actions[name.replace("_", "-")] = action
-        return action
-
-
-@contextmanager
-def command() -> Iterator[None]:
-    """Print bad input and a full disk as one sentence, with exit code 2; print warnings without
-    their source."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    try:
-        with full_disk_explained():
-            yield
-    except InputError as error:  # may quote the input
-        sentence = printable(" ".join(str(error).split()), limit=450)
-        print(f"error: {sentence}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-@contextmanager
-def full_disk_explained() -> Iterator[None]:
-    """Turn a full disk into an `InputError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        message = f"the disk is full ({error.filename}); complete files are kept"
-        raise InputError(f"{message}: make room and start again") from error
-
-
-def printable(text: str, limit: int) -> str:
-    """Text for a terminal: control characters but tabs and line ends escaped, cut at `limit`."""
-    shown = [c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text[:limit]]
-    return "".join(shown) + "…" * (len(text) > limit)
 
 
 def first_line(error: BaseException) -> str:

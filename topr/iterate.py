@@ -19,11 +19,12 @@ import pandas as pd
 import yaml
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
+from topr.commands import ArgumentParser, command
 from topr.distributed import die_with_parent
 from topr.evaluation import per_problem, read_parts, summarise
 from topr.evaluation.report import write_report
 from topr.identity import content_hash, data_hash, policy_hash
-from topr.io import ArgumentParser, InputError, check_folder, command, lock, write_text
+from topr.io import InputError, check_folder, lock, write_text
 from topr.policy import resolve_policy
 from topr.runs import DECISIVE, setting
 from topr.trajectories import Trajectory, read_metadata

@@ -28,8 +28,9 @@ from data.arithmetic.problems import (
     demonstration,
     problems_of,
 )
+from topr.commands import ArgumentParser, command
 from topr.evaluation import SamplingJob
-from topr.io import ArgumentParser, check_folder, command, write_text
+from topr.io import check_folder, write_text
 from topr.policy import export_policy, load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic

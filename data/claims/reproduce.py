@@ -21,8 +21,9 @@ from data.claims.criteria import CLAIMS
 from data.claims.experiments import SETTINGS
 from data.claims.measures import measured
 from data.claims.study import Study, best
+from topr.commands import ArgumentParser, command
 from topr.evaluation.report import draw, metric_names, table
-from topr.io import ArgumentParser, InputError, atomic, check_folder, command, lock, write_text
+from topr.io import InputError, atomic, check_folder, lock, write_text
 
 Rows = dict[str, dict[str, Any]]  # of a table
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval

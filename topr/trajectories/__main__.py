@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt
 
-from topr.io import ArgumentParser, InputError, check_folder, command, printable
+from topr.commands import ArgumentParser, command, printable
+from topr.io import InputError, check_folder
 from topr.trajectories.curate import Curation, curate, figures, reward_and_group
 from topr.trajectories.file import (
     METADATA_KEYS,
