@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,6 @@ class Parser(OneSentenceErrors, LightningArgumentParser):
     """The parser of a subcommand."""
 
     hint = " (python train.py fit --help lists every key)"
-
-    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().parse_path(cfg_path, *args, **kwargs)
-        except (InputError, UnicodeDecodeError) as error:  # neither names the file
-            raise InputError(f"{cfg_path}: {error}") from error
 
 
 class CLI(LightningCLI):
@@ -136,8 +129,8 @@ class CLI(LightningCLI):
             raise InputError(f"{message}; resume it with --config configs/fsdp.yaml")
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run a trainer's command. If a new run ends in an error before its first update, its
-        folder disappears."""
+        """Run a trainer's command. A new run that ends in an error before its first update leaves
+        no folder."""
         trainer = self.trainer
         folder = None
         if self.run and trainer.is_global_zero and not trainer.fast_dev_run:
@@ -152,8 +145,6 @@ class CLI(LightningCLI):
             message = self._explain(error)
             if folder and is_new and trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):  # other versions are there
-                    folder.parent.rmdir()
             raise InputError(message) from error
 
     def _explain(self, error: BaseException) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import make_policy, make_trajectories, write
 
-from topr.advantages import Baseline, GroupBalanced, GroupMean, PositiveShare
+from topr.advantages import Baseline, GroupBalanced, GroupMean
 from topr.datamodule import TrajectoryDataModule, Updates
 from topr.io import InputError
 from topr.tasks import Arithmetic
@@ -144,12 +144,3 @@ def test_a_trajectory_is_traced_to_its_file_and_row(files):
     data = module(files).data
     assert data.place(60) == f"row 60 of {files[1][0]}"
     assert data.place(61) == f"row 0 of {files[1][1]}"
-
-
-def test_shares_are_those_of_the_whole_data_set(files):
-    p = np.mean([row.reward > 0 for row in files[2]])
-    expected = {"positive_share": p, "effective_positive_share": p, "baseline": 0}
-    assert module(files).shares() == pytest.approx(expected)
-    c = (p - 0.15) / (0.7 * p + 0.15)
-    expected = {"positive_share": p, "effective_positive_share": 0.15, "baseline": c}
-    assert module(files, advantage=PositiveShare(0.15)).shares() == pytest.approx(expected)

@@ -86,16 +86,6 @@ def test_the_exported_policy_is_that_of_the_last_checkpoint(fitted):
     assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
 
 
-def test_fit_says_what_it_did_and_what_to_type_next(run, fitted):
-    policy, folder, out = fitted
-    where = folder.relative_to(run.folder)
-    assert f"Policy and summary.json are in {where}. Next:" in out
-    assert "tensorboard --logdir runs/arithmetic\n" in out
-    evaluation = re.search(r"python evaluate.py (.*)\n", out)[1].split()
-    code, shown, err = run(evaluate.main, *evaluation, "--out", "results")
-    assert code == 0 and "pass@1" in shown, err
-
-
 def test_tensorboard_shows_every_figure_that_the_glossary_explains(fitted):
     _, folder, _ = fitted
     sizes = {"scalars": 0, "histograms": 0, "tensors": 0}

@@ -2,6 +2,7 @@
 
 from collections import UserList
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,24 +66,17 @@ class EpochPlan(NamedTuple):
     advantage: np.ndarray  # of every trajectory, float32
 
 
+@dataclass
 class Updates(Dataset):
-    """The updates of one epoch, by number: this rank's share of each.
+    """The updates of one epoch, by number: this rank's share of each."""
 
-    Args:
-        unit: neighbours of a batch that stay in one micro-batch: 2 for pairs.
-        padded: whether the policy pads trajectories; see `batching.arrange`.
-    """
-
-    def __init__(
-        self, data: TrainingSet, plan: EpochPlan, microbatch_tokens: int, unit: int, padded: bool
-    ):
-        self.data = data
-        self.plan = plan
-        self.microbatch_tokens = microbatch_tokens
-        self.unit = unit
-        self.padded = padded
-        self.rank = rank()
-        self.ranks = world_size()
+    data: TrainingSet
+    plan: EpochPlan
+    microbatch_tokens: int
+    unit: int  # neighbours of a batch that stay in one micro-batch: 2 for pairs
+    padded: bool  # whether the policy pads trajectories; see `batching.arrange`
+    rank: int = field(default_factory=rank)
+    ranks: int = field(default_factory=world_size)
 
     def __len__(self) -> int:
         return len(self.plan.batches)
@@ -274,14 +268,13 @@ class TrajectoryDataModule(LightningDataModule):
         )
         self.plan = cache(self._plan)
         batches, advantage = self.plan(0)
-        check_signs(advantage, self.data.reward)
-        about = {"mean_reward": float(self.data.reward.mean())} | self.shares()
-        figures = ", ".join(
-            f"{name.replace('_', ' ')} {value:.4g}" for name, value in about.items()
-        )
+        reward = self.data.reward
+        check_signs(advantage, reward)
         groups = self.data.group.max() + 1
-        size = f"{len(advantage)} trajectories in {groups} groups, {len(batches)} updates an epoch"
-        rank_zero_info(f"{size}: {figures}")
+        size = f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch"
+        means = f"mean reward {reward.mean():.4g}, mean advantage {advantage.mean():.4g}"
+        share = f"effective positive share {positive_share_of(advantage):.3g}"
+        rank_zero_info(f"{size}: {means}, {share}")
 
     @property
     def unit(self) -> int:
@@ -301,19 +294,6 @@ class TrajectoryDataModule(LightningDataModule):
         positive = advantage >= 0
         batches = epoch_plan(data.group, positive, self.batch_size, self.batching, self.seed, epoch)
         return EpochPlan(batches, advantage)
-
-    def shares(self) -> dict[str, float]:
-        """The share p of positives in the first epoch, the effective share, and the baseline c, if
-        it is one for all."""
-        advantage = self.plan(0).advantage
-        shares = {
-            "positive_share": float((advantage >= 0).mean()),
-            "effective_positive_share": positive_share_of(advantage),
-        }
-        baseline = self.data.reward - advantage
-        if np.ptp(baseline) < 1e-6:
-            shares["baseline"] = float(baseline[0])
-        return shares
 
     def train_dataloader(self) -> UpdateLoader:
         """The updates of the trainer's current epoch."""

@@ -1,25 +1,32 @@
 """Export: the policy as a Hugging Face folder, with its figures before and after training."""
 
 import json
-from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
 from topr.evaluation import live
-from topr.evaluation.benchmarks import BENCHMARKS
 from topr.evaluation.report import table
 from topr.io import write_text
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
 from topr.policy.model import export_policy
 from topr.policy.sharding import full_state_dict
+
+CARD = """---
+base_model: {policy}
+library_name: transformers
+pipeline_tag: text-generation
+tags: [topr]
+---
+# {policy}, trained with {loss}
+
+By the code of Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).
+"""
 
 
 class ExportPolicy(Callback):
@@ -68,15 +75,7 @@ class ExportPolicy(Callback):
         write_text(folder / "policy" / "README.md", card)
         summary = summarise(trainer, pl_module, measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        print(f"Policy and summary.json are in {folder}. Next:")
-        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            print(f"  tensorboard --logdir {quote(str(folder.parent))}")
-        if after and pl_module.task.name in BENCHMARKS:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            benchmark = quote(f"{pl_module.task.name}={data.test}")
-            arguments = f"--benchmark {benchmark} --samples {data.samples}"
-            policy = quote(str(folder / "policy"))
-            print(f"  python evaluate.py --policy {policy} {arguments}")
+        print(f"policy/ and summary.json are in {folder}")
 
 
 def log_after(trainer: Trainer, after: dict[str, Any]) -> None:
@@ -100,7 +99,6 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) 
     summary["steps"] = trainer.global_step
     if data is not None:
         summary["trajectories"] = len(data.data.reward)
-        summary |= data.shares()
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Speed):
             summary["tokens_per_s"] = callback.tokens_per_second(trainer.world_size)
@@ -109,21 +107,9 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) 
 
 def model_card(module: PolicyModule, measured: dict[str, Any], folder: Path) -> str:
     """README.md of an exported policy, in the format of the Hugging Face hub."""
-    about = {
-        "base_model": module.policy_name,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["topr"],
-    }
-    text = f"---\n{yaml.safe_dump(about)}---\n"
-    text += f"# {module.policy_name}, trained with {type(module.loss).__name__}\n\n"
-    text += "By the code of Tapered Off-Policy REINFORCE "
-    text += "([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).\n\n"
+    text = CARD.format(policy=module.policy_name, loss=type(module.loss).__name__)
     if measured:
-        text += f"{table(measured)}\n"
-        text += "Per cent (length: tokens) with 95% bootstrap intervals over problems.\n\n"
-    packages = ("torch", "transformers", "lightning")
-    text += ", ".join(f"{name} {version(name)}" for name in packages) + "\n"
+        text += f"\n{table(measured)}\nPer cent (length: tokens), 95% intervals over problems.\n"
     config = folder / "config.yaml"
     if config.exists():
         text += f"\n```yaml\n{config.read_text()}```\n"
