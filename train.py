@@ -25,7 +25,7 @@ from topr.checkpoints import updates
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
-from topr.io import InputError, first_line, is_out_of_memory, lock, write_text
+from topr.io import InputError, explained, first_line, is_out_of_memory, lock, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 
@@ -63,7 +63,7 @@ class CLI(LightningCLI):
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=check_seed)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("model.task", "data.task", apply_on="instantiate")
         parser.link_arguments(
@@ -72,6 +72,10 @@ class CLI(LightningCLI):
             compute_fn=lambda loss: loss.batching,
             apply_on="instantiate",
         )
+
+    def _set_seed(self) -> None:
+        with explained("seed_everything does not do", ValueError):
+            super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would lay the hyper-parameters of the checkpoint over what the user wrote."""
@@ -150,31 +154,18 @@ class CLI(LightningCLI):
     def _explain(self, error: BaseException) -> str:
         """One sentence for an error of a run; an error of unknown cause is raised again."""
         reason = first_line(error)
-        # Lightning has reset its own state
-        training = self.trainer.fit_loop.epoch_loop.total_batch_idx >= 0
         if isinstance(error, InputError | MisconfigurationException):
             return reason
         if isinstance(error, CheckpointException):
             if rank():  # every rank raises it
                 raise SystemExit(0) from error
             reason = first_line(next(iter(error.failures.values()))[0])
-            if training:
-                remedy = "make room and resume with --ckpt_path last"
-                return f"the checkpoint cannot be written ({reason}); {remedy}"
-            checkpoint = self.config[self.subcommand].ckpt_path
-            return f"the checkpoint {checkpoint} cannot be loaded ({reason}); name another"
+            remedy = "make room and resume with --ckpt_path last, or name another"
+            return f"a sharded checkpoint cannot be written or read ({reason}): {remedy}"
         if not is_out_of_memory(error):
             raise error
-        if training:
-            where = f"out of memory in update {self.trainer.global_step + 1} ({reason})"
-            return f"{where}; lower data.microbatch_tokens, now {self.datamodule.microbatch_tokens}"
-        return f"out of memory ({reason}); take a smaller policy, or shard it (configs/fsdp.yaml)"
-
-
-def check_seed(value: bool | int) -> int:
-    if not 0 <= value < 2**32:  # numpy takes 32 bits
-        raise InputError(f"seed_everything is {value}; it must lie between 0 and {2**32 - 1}")
-    return int(value)
+        remedy = f"lower data.microbatch_tokens, now {self.datamodule.microbatch_tokens}"
+        return f"out of memory ({reason}): {remedy}, or shard the policy (configs/fsdp.yaml)"
 
 
 def quieten() -> None:

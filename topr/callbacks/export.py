@@ -47,12 +47,12 @@ class ExportPolicy(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is None or data.test is None:
             return None
+        rank_zero_info("measuring the policy on data.test")
         batch = data.problem_batch("test", data.samples)
         return live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.before is None:
-            rank_zero_info("measuring the policy on data.test before training")
             self.before = self.measure(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
