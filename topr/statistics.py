@@ -69,24 +69,24 @@ def check_finite(rows: Rows, norm: float, update: int, data: Any) -> None:
         norm: of the gradient.
         data: the `TrainingSet`, which knows where trajectories come from, if there is one.
     """
-    what, bad = "gradient of the weights", np.full(len(rows["loss"]), not np.isfinite(norm))
-    for column, name in (("gradient", "gradient"), ("loss", "loss"), ("log_ratio", "log-probs")):
-        infinite = ~np.isfinite(rows[column])
-        if infinite.any():
-            what, bad = name, infinite
-    if not bad.any():
-        return
-    where = ""
-    if data is not None:
-        places = [data.place(trajectory) for trajectory in rows["trajectory"][bad][:3]]
-        where = f" (first {', '.join(places)})"
-    share = f"{bad.sum()} of its {len(bad)} trajectories{where}"
-    message = f"update {update}: the {what} is NaN or infinite for {share}"
-    remedy = "lower the learning rate or set trainer.precision 32-true"
-    with same_error_on_all_ranks():
-        raise DivergedError(
-            f"{message}, so nothing was updated: {remedy}, then resume with --ckpt_path last"
-        )
+    checked = {
+        "log-prob": rows["log_ratio"],
+        "loss": rows["loss"],
+        "gradient": rows["gradient"],
+        "gradient of the weights": np.full(len(rows["loss"]), norm),
+    }
+    for name, values in checked.items():
+        bad = rows["trajectory"][~np.isfinite(values)]
+        if len(bad) == 0:
+            continue
+        where = "" if data is None else f", first {data.place(bad[0])}"
+        count = f"{len(bad)} of its {len(values)} trajectories{where}"
+        remedy = "lower the learning rate or set trainer.precision 32-true"
+        with same_error_on_all_ranks():
+            raise DivergedError(
+                f"update {update}: the {name} is NaN or infinite for {count}; nothing was updated: "
+                f"{remedy}, then resume with --ckpt_path last"
+            )
 
 
 def check_start(rows: Rows, precision: str, data: Any) -> None:
@@ -109,19 +109,23 @@ def check_start(rows: Rows, precision: str, data: Any) -> None:
         return
     trajectory = rows["trajectory"][own]
     size = np.abs(rows["log_ratio"][own])
-    if precision == "32-true" and data.in_float32(trajectory):
-        found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
-    else:
+    found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
+    if precision != "32-true" or not data.in_float32(trajectory):
         size = size / rows["length"][own]
-        found, bound = np.median(size), MEDIAN_TOKEN_LOG_RATIO
-        measure = "the median |log pi - log mu| per token"
+        found, bound, measure = (
+            np.median(size),
+            MEDIAN_TOKEN_LOG_RATIO,
+            "the median |log pi - log mu| per token",
+        )
     if found <= bound:
         return
     worst = data.place(trajectory[size.argmax()])
-    message = f"data.train says that this policy sampled it, but before the first update {measure}"
-    expected = f"is {found:.3g}, expected at most {bound} (worst: {worst})"
     with same_error_on_all_ranks():
-        raise InputError(f"{message} {expected}; score the responses again with this policy")
+        raise InputError(
+            "data.train says that this policy sampled it, but before the first update "
+            f"{measure} is {found:.3g}, expected at most {bound} (worst: {worst}); "
+            "score the responses again with this policy"
+        )
 
 
 def statistics(rows: Rows) -> dict[str, float]:
