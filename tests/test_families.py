@@ -6,13 +6,11 @@ import re
 import pytest
 from conftest import ROOT
 from test_importing import imported
-from test_logprobs import FAMILIES, PADDED, SMALL, make_policy_of
+from test_logprobs import FAMILIES, PADDED, make_policy_of
 from test_update import fit, movement
-from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from data.arithmetic.imitation import make_tokenizer
-from topr.io import InputError
-from topr.policy import Policy, export_policy, load_policy
+from topr.policy import export_policy, load_policy
 
 README = (ROOT / "README.md").read_text("utf-8")
 TABLE = re.search(r"^\| share prompts \| padded \|\n.*\n\| (.+) \| (.+) \|$", README, re.MULTILINE)
@@ -58,10 +56,3 @@ def test_a_family_is_imported_and_trained(run, name):
         for weight, most in moved.items()
         if most < 1e-4 and not weight.endswith("k_proj.bias")
     ] == []
-
-
-def test_a_model_whose_router_draws_experts_is_rejected(tmp_path):
-    model = PhimoeForCausalLM(PhimoeConfig(**SMALL | {"num_local_experts": 4}))
-    export_policy(Policy(model, make_tokenizer(), "phimoe"), tmp_path / "base")
-    with pytest.raises(InputError, match="its router draws experts at random in training"):
-        load_policy(str(tmp_path / "base"))

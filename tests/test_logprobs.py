@@ -36,7 +36,6 @@ FAMILIES = {  # with grouped queries where a family has them, and windows shorte
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "Qwen3": {},
     "Mistral": {"sliding_window": 5},
-    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {"sliding_window": 6},
     "GPTNeoX": {},
@@ -58,7 +57,12 @@ FAMILIES = {  # with grouped queries where a family has them, and windows shorte
     "Olmoe": {"num_experts": 10, "head_dim": 4} | EXPERTS,
 }
 # their attention is not one that we replace
-PADDED = {"Bloom": {"n_head": 2}, "Falcon": {}, "Mamba": {"state_size": 4}}
+PADDED = {
+    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Bloom": {"n_head": 2},
+    "Falcon": {},
+    "Mamba": {"state_size": 4},
+}
 
 
 def make_policy_of(family: str, **changes) -> Policy:

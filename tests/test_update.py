@@ -232,7 +232,7 @@ def test_dpo_learns_from_pairs_of_a_group(run, microbatch_tokens):
     assert_ascent(policy, folder, [batch], [8], dpo_objective)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Gemma2", "Phi3"])
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Phi3"])
 def test_families_of_models_follow_the_equation_while_they_share_prompts(run, family):
     base = run.folder / "base"
     policy = make_policy_of(family, vocab_size=len(SYMBOLS), eos_token_id=1)

@@ -125,32 +125,26 @@ def attend(
         scaling: factor of the scores.
         spans: of the row. Without them (sampling), any batch of rows with `attention_mask`.
         sliding_window: keys that a query sees, itself included; used with `spans` only.
-        softcap: a score becomes softcap * tanh(score / softcap).
+        softcap: of Gemma 2; its trajectories are padded.
 
     Returns:
         [1, L, H, D], and no attention weights.
     """
     if spans is None:
-        inputs = (module, query, key, value, attention_mask)
-        return usual_attention(softcap)(*inputs, scaling=scaling, softcap=softcap, **kwargs)
+        # imported late: it loads a whole model
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        mask = attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+    if softcap is not None:
+        raise NotImplementedError("attention with a soft cap")
     rows = (query[0] * scaling, key[0], value[0])
-    if softcap is None and query.is_cuda and torch.is_autocast_enabled("cuda"):
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
         from topr.policy import flash
 
         if flash.takes(query):
             return flash.attention(*rows, spans.spans, sliding_window)[None], None
-    return span_attention(*rows, spans.spans, sliding_window, softcap)[None], None
-
-
-def usual_attention(softcap: float | None) -> Callable:
-    """Transformers' own attention. Imported late: it loads a whole model."""
-    if softcap is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward
-    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
-
-    return eager_attention_forward
+    return span_attention(*rows, spans.spans, sliding_window)[None], None
 
 
 def span_attention(
@@ -159,7 +153,6 @@ def span_attention(
     value_GLD: Tensor,
     spans: tuple[Span, ...],
     window: int | None,
-    softcap: float | None,
 ) -> Tensor:
     """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device."""
     groups, length, width = key_GLD.shape
@@ -172,7 +165,6 @@ def span_attention(
         F.pad(query_GLW.to(dtype), zero_row),
         F.pad(key_value.to(dtype), zero_row),
         make_buckets(spans, window, query_HLD.device),
-        softcap,
     )
     return out[:, :-1].transpose(0, 1).reshape(length, -1, width).to(query_HLD.dtype)
 
@@ -186,16 +178,14 @@ class SpanAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key_value, buckets, softcap) -> Tensor:
+    def forward(ctx, query, key_value, buckets) -> Tensor:
         ctx.save_for_backward(query, key_value)
         ctx.buckets = buckets
-        ctx.softcap = softcap
         out = torch.empty_like(query)
         with torch.autocast(query.device.type, enabled=False):
             for bucket in buckets:
                 queries, keys, values = bucket.take(query, key_value)
-                weight, _ = bucket.weights(queries, keys, softcap)
-                outs = torch.bmm(weight, values)
+                outs = torch.bmm(bucket.weights(queries, keys), values)
                 out.index_copy_(1, bucket.query_rows, outs.view(len(out), -1, out.shape[2]))
         return out
 
@@ -208,12 +198,10 @@ class SpanAttention(torch.autograd.Function):
             for bucket in ctx.buckets:
                 queries, keys, values = bucket.take(query, key_value)
                 d_outs = d_out.index_select(1, bucket.query_rows).view(queries.shape)
-                weight, slope = bucket.weights(queries, keys, ctx.softcap)
+                weight = bucket.weights(queries, keys)
                 d_values = torch.bmm(weight.transpose(1, 2), d_outs)
                 d_weight = torch.bmm(d_outs, values.transpose(1, 2))
                 d_score = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
-                if slope is not None:
-                    d_score.mul_(slope)
                 d_queries = torch.bmm(d_score, keys)
                 d_keys = torch.bmm(d_score.transpose(1, 2), queries)
                 d_query.index_copy_(
@@ -223,7 +211,7 @@ class SpanAttention(torch.autograd.Function):
                 d_key_value.index_add_(
                     1, bucket.key_rows, d_keys_values.view(len(key_value), -1, keys.shape[2])
                 )
-        return d_query, d_key_value, None, None
+        return d_query, d_key_value, None
 
 
 class Bucket(NamedTuple):
@@ -240,20 +228,13 @@ class Bucket(NamedTuple):
         queries = query.index_select(1, self.query_rows)
         return queries.view(len(keys), -1, shape[2]), keys, values
 
-    def weights(
-        self, queries: Tensor, keys: Tensor, softcap: float | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Softmax of the scores, and the derivative of their soft cap if there is one."""
+    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Softmax of the scores."""
         score = torch.bmm(queries, keys.transpose(1, 2))
-        slope = None
-        if softcap is not None:
-            capped = torch.tanh(score / softcap)
-            score = softcap * capped
-            slope = 1 - capped.square()
         spans, rows, columns = self.mask_NRK.shape
         heads = score.shape[1] // rows
         score.view(-1, spans, rows, heads, columns).add_(self.mask_NRK[:, :, None])
-        return score.softmax(-1), slope
+        return score.softmax(-1)
 
 
 @lru_cache(maxsize=4)  # each layer asks
