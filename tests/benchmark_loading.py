@@ -54,7 +54,7 @@ def measure(name: str) -> None:
             time.sleep(0.001)
 
     threading.Thread(target=watch, daemon=True).start()
-    policy = sharding.load_sharded(name, lambda policy: None, mesh, bfloat16=False, reshard=True)
+    policy = sharding.load_sharded(name, lambda policy: None, mesh, bfloat16=False)
     done.set()
     whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
     shard = sum(parameter.to_local().numel() for parameter in policy.parameters()) * 4

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.tensor import DTensor
@@ -42,8 +43,6 @@ class PolicyModule(LightningModule):
         gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
         activation_checkpointing: recompute activations in the backward instead of keeping them:
             less memory, a third more time.
-        reshard_after_forward: of a sharded policy (FSDP2), drop a layer's gathered weights after
-            its forward and gather them again for its backward: less memory, more traffic.
         compile: compile the parts of decoder layers for training with `torch.compile`: half a
             minute at first, then less time.
         threads: CPU threads of torch; a tiny model is fastest with 1. None: torch's choice.
@@ -63,7 +62,6 @@ class PolicyModule(LightningModule):
         lora: LoRA | None = None,
         gradient_clip_val: NonNegativeFloat | None = 1.0,
         activation_checkpointing: bool = False,
-        reshard_after_forward: bool = True,
         compile: bool = False,
         threads: PositiveInt | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -79,7 +77,6 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.gradient_clip_val = gradient_clip_val
         self.activation_checkpointing = activation_checkpointing
-        self.reshard_after_forward = reshard_after_forward
         self.compiled = compile
         self.lr_scheduler = lr_scheduler
         self.automatic_optimization = False
@@ -104,31 +101,25 @@ class PolicyModule(LightningModule):
         if hasattr(self, "policy"):
             return
         rank_zero_info(f"loading the policy {self.policy_name}")
-        if self._trainer is None:  # by load_from_checkpoint
-            self.policy = load_policy(self.policy_name)
-            self.prepare(self.policy)
-            return
-        device = self.trainer.strategy.root_device.type
-        if device not in ("cpu", "cuda"):  # mps has no float64
-            message = f"trainer.accelerator chose {device}, which is not supported"
-            raise InputError(f"{message}; set --trainer.accelerator cpu")
-        bfloat16 = self.trainer.precision == "bf16-mixed"
-        if self.device_mesh is None:
+        bfloat16 = False
+        mesh = None
+        if self._trainer is not None:  # not by load_from_checkpoint
+            bfloat16 = self.trainer.precision == "bf16-mixed"
+            mesh = self.device_mesh
+        if mesh is None:
             self.policy = load_policy(self.policy_name)
             self.prepare(self.policy)
         else:
             from topr.policy.sharding import load_sharded
 
-            mesh = self.device_mesh["data_parallel"]
-            self.policy = load_sharded(
-                self.policy_name, self.prepare, mesh, bfloat16, self.reshard_after_forward
-            )
+            mesh = mesh["data_parallel"]
+            self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16)
         self.policy.train()
-        if self.compiled and self.trainer.state.fn == "fit":
+        if self.compiled and self._trainer is not None and self.trainer.state.fn == "fit":
             from topr.policy.compiling import compile_layers
 
             compile_layers(self.policy)
-        if device == "cuda" and bfloat16:
+        if bfloat16 and torch.cuda.is_available():
             # the head's float32 products in TF32: 8 times as precise as bfloat16, and fast
             torch.set_float32_matmul_precision("high")
 
@@ -312,6 +303,8 @@ def check_trainer(trainer: Any) -> None:
         message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
     elif strategy == "FSDPStrategy":
         message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
+    elif isinstance(trainer.accelerator, MPSAccelerator):
+        message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"
     elif precision not in ("32-true", "bf16-mixed"):
         message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
     if message:

@@ -40,7 +40,6 @@ class LoRA:
 class Policy(nn.Module):
     """A Hugging Face causal model with its tokenizer, and the name that it was loaded by."""
 
-    reshard_layers: bool  # see `sharding.shard`
     reshard: Any  # a method that FSDP2 adds
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):

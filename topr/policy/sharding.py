@@ -25,13 +25,13 @@ from topr.policy.model import Policy, check_forward, check_weights, empty_policy
 
 
 def load_sharded(
-    name: str, prepare: Callable[[Policy], None], mesh: DeviceMesh, bfloat16: bool, reshard: bool
+    name: str, prepare: Callable[[Policy], None], mesh: DeviceMesh, bfloat16: bool
 ) -> Policy:
     """Load a policy of which each rank reads only its own rows.
 
     Args:
         prepare: modifies the policy before it is sharded.
-        mesh, bfloat16, reshard: see `shard`.
+        mesh, bfloat16: see `shard`.
 
     Raises:
         InputError: also where the files name or split the weights differently from the model.
@@ -39,7 +39,7 @@ def load_sharded(
     policy = empty_policy(name)
     prepare(policy)
     stored = [key for key, weight in policy.model.named_parameters() if weight.is_meta]
-    shard(policy, mesh, bfloat16, reshard)
+    shard(policy, mesh, bfloat16)
     read_shards(policy, stored, mesh.device_type)
     with same_error_on_all_ranks():
         check_weights(policy)  # of this rank's rows
@@ -68,7 +68,7 @@ def read_shards(policy: Policy, names: list[str], device: str) -> None:
         dcp.load(target, storage_reader=reader)
 
 
-def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: bool = True) -> None:
+def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False) -> None:
     """Shard a policy over the devices of a mesh of one dimension, decoder layer by decoder layer,
     in place.
 
@@ -76,8 +76,6 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
         bfloat16: gather the layers' weights in bfloat16, to which autocast would cast them: half
             the traffic for the same update. Norms, embeddings, output projection and reduced
             gradients stay in float32.
-        reshard: drop a layer's gathered weights after its forward and gather them again for its
-            backward.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 else None,
@@ -87,10 +85,9 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False, reshard: boo
     for layer in policy.layers:
         norms = [part for part in layer.modules() if is_norm(part)]
         if bfloat16 and norms:
-            fully_shard(norms, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+            fully_shard(norms, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh)
-    policy.reshard_layers = reshard
     for method in ("log_probs", "logits"):
         register_fsdp_forward_method(policy, method)
 
@@ -113,8 +110,7 @@ def full_weights(policy: Policy) -> Iterator[None]:
     finally:
         for module in shards:
             # fully_shard keeps the root's weights between its forward and its backward
-            reshard = module is not policy and policy.reshard_layers
-            module.set_reshard_after_forward(reshard, recurse=False)
+            module.set_reshard_after_forward(module is not policy, recurse=False)
             module.reshard()
 
 
