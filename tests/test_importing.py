@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import clear_caches, rejected
+from conftest import rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -86,80 +86,53 @@ def expected_ids(tokenizer, prompt) -> list[int]:
     )["input_ids"]
 
 
-CASES = {
-    "text": ([{"prompt": "2+2=", "response": "4", "reward": 0.5}], [("2+2=", "4", 0.5)]),
-    "chat prompt": ([{"prompt": [ASK], "response": "4", "reward": True}], [([ASK], "4", 1)]),
+PLAIN = {"prompt": "2+2=", "response": "4", "reward": 1}
+CONVERSATION = {"messages": [SYSTEM, ASK, SAY], "reward": -0.5}
+PAIR = {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}
+CASES = {  # a row, and the prompts, responses and rewards that it gives
+    "text": (PLAIN | {"reward": 0.5}, [("2+2=", "4", 0.5)]),
+    "chat prompt": (PLAIN | {"prompt": [ASK], "reward": True}, [([ASK], "4", 1)]),
     "chat response": (
-        [{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}],
-        [([SYSTEM, ASK], "4", 1)],
+        {"prompt": [SYSTEM, ASK], "response": [SAY], "reward": False},
+        [([SYSTEM, ASK], "4", -1)],
     ),
-    "conversation": (
-        [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
-        [([SYSTEM, ASK], "4", -0.5)],
-    ),
-    "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
+    "conversation": (CONVERSATION, [([SYSTEM, ASK], "4", -0.5)]),
+    "TRL unpaired": ({"prompt": "2+2=", "completion": " 4", "label": True}, [("2+2=", " 4", 1)]),
     "TRL paired": (
-        [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
+        {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
         [("2+2=", "4", 1), ("2+2=", "five", -1)],
     ),
     "TRL paired chat": (
-        [{"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}],
+        {"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]},
         [([ASK], "4", 1), ([ASK], "five", -1)],
     ),
-    "TRL implicit prompt": (
-        [{"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}],
+    "TRL implicit prompt": (PAIR, [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)]),
+    "question beside conversations": (
+        PAIR | {"prompt": "2+2?"},
         [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
     ),
-    "TRL implicit prompt, text": (
-        [
-            {
-                "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
-                "rejected": "\n\nHuman: 2+2?\n\nAssistant: five",
-            }
-        ],
-        [
-            ("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1),
-            ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1),
-        ],
-    ),
-    "question beside conversations": (
-        [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
-        [([ASK], "4", 1), ([ASK], "five", -1)],
-    ),
-    "verl": (
-        [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
-        [("2+2=", "4", 1)],
-    ),
-    "OpenRLHF": ([{"input": "2+2=", "output": "4", "reward": -1.25}], [("2+2=", "4", -1.25)]),
+    "verl": ({"input": "2+2=", "output": "4", "gts": "4", "score": 1.0}, [("2+2=", "4", 1)]),
+    "OpenRLHF": ({"input": "2+2=", "output": "4", "reward": -1.25}, [("2+2=", "4", -1.25)]),
+    "names of two formats": (PLAIN | {"label": False, "score": 3}, [("2+2=", "4", 1)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
-    rows, expected = CASES[case]
-    trajectories, _ = imported(run, chat, rows)
+    row, expected = CASES[case]
+    trajectories, _ = imported(run, chat, [row])
     tokenizer, model = load_tokenizer(str(chat)), load_policy(str(chat))
     assert len(trajectories) == len(expected)
     assert len({t.group for t in trajectories}) == len({t.prompt_id for t in trajectories}) == 1
     for t, (prompt, response, reward) in zip(trajectories, expected, strict=True):
         assert t.prompt_ids == expected_ids(tokenizer, prompt)
-        assert t.prompt_ids.count(BOS) == 1
+        assert t.prompt_ids.count(BOS) == 1 and t.gold == row.get("gts")
         assert t.response_ids == [*tokenizer(response, add_special_tokens=False)["input_ids"], EOS]
         assert (t.response, t.reward, t.finished) == (response, reward, True)
         log_probs = model.logits(torch.tensor([t.prompt_ids + t.response_ids]))[0].log_softmax(-1)
         start = len(t.prompt_ids) - 1
         scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
         np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
-
-
-def test_equal_responses_are_left_out(run, chat):
-    rows = [
-        {"prompt": "2", "chosen": "4", "rejected": "4"},
-        {"prompt": "2", "chosen": "4", "rejected": "5"},
-    ]
-    with pytest.warns(UserWarning, match="pairs of equal responses are left out"):
-        trajectories, _ = imported(run, chat, rows)
-    assert [t.response for t in trajectories] == ["4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -189,56 +162,32 @@ def test_a_rendered_prompt_gets_no_second_bos(run, chat):
 
 
 def test_optional_keys_are_kept(run, tmp_path, policy):
-    rows = [
-        {
-            "prompt": "1+2>",
-            "response": "1+2=3;#3",
-            "reward": True,
-            "gold": "3",
-            "valid": True,
-            "answer": 3,
-        },
-        {"prompt": "1+2>", "response": "#4", "reward": False, "valid": False},
-        {
-            "prompt": "2*2>",
-            "response": "2*2=",
-            "reward": 0.25,
-            "finished": False,
-            "group": "mine",
-            "prompt_id": 7,
-        },
-    ]
-    (first, second, third), out = imported(run, policy, rows)
-    assert "groups         2" in out
-    assert first.prompt_id == first.group == second.prompt_id == second.group
-    assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
-    assert (first.answer, first.gold, first.valid) == ("3", "3", True)
-    assert (second.answer, second.gold, second.valid, third.valid) == (None, None, False, None)
+    row = {"prompt": "1+2>", "response": "1+2=3;#3", "reward": 1}
+    more = {"gold": "3", "valid": True, "answer": 3, "finished": False, "group": "mine"}
+    (first, second, third), _ = imported(run, policy, [row, row | more, row | {"prompt_id": 7}])
+    assert first.prompt_id == first.group == second.prompt_id
+    assert (second.group, second.finished, second.valid) == ("mine", False, True)
+    assert (second.answer, second.gold) == ("3", "3")
+    assert (third.prompt_id, third.group) == ("7", "7")
+    assert (first.valid, first.answer, first.gold) == (None, None, None)
     assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_hash(str(policy))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [
-            {
-                "prompt": [SYSTEM, ASK | {"name": "ann"}],
-                "response": [SAY],
-                "reward": 1.0,
-                "gold": "4",
-                "group": None,
-            },
-            {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
-        ],
-        [
-            {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]}
-        ],  # a null name in one prompt of Parquet's
-    ],
-)
-def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
+def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat):
+    """Parquet writes null for every key that another row or message has."""
+    named = [SYSTEM, ASK | {"name": "ann"}]
+    rows = [
+        {"prompt": named, "response": [SAY], "reward": 1.0, "gold": "4"},
+        {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
+        {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]},
+    ]
     lines, _ = imported(run, chat, rows)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, unified_schema(rows)), tmp_path / "b.parquet")
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
+
+
+def unified_schema(rows) -> pa.Schema:
+    return pa.unify_schemas([pa.Table.from_pylist([row]).schema for row in rows])
 
 
 def test_the_precision_of_training_can_score(run, tmp_path, policy):
@@ -267,24 +216,14 @@ def test_several_files_are_imported_as_one(run, tmp_path, chat):
     jsonl(tmp_path / "b-1.jsonl", rows[:1])
     jsonl(tmp_path / "b-2.jsonl", rows[1:2])
     pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "c.parquet")
-    files, options = ["b-*", "c.parquet"], [f"--policy={chat}", "--out=all.parquet"]
-    assert run(main, "import", *files, *options)[0] == 0
+    files = ["b-*", "c.parquet", f"--policy={chat}"]
+    assert run(main, "import", *files, "--out=all.parquet")[0] == 0
     parts = read_trajectories(tmp_path / "all.parquet")
     assert [(t.prompt, t.response_ids) for t in parts] == [
         (t.prompt, t.response_ids) for t in whole
     ]
-    jsonl(tmp_path / "e.jsonl", [PLAIN, PLAIN | {"reward": "1"}])
-    for more, words in (
-        ("c.parquet", "import names c.parquet twice"),
-        ("nowhere.jsonl.gz", "nowhere.jsonl.gz cannot be read"),
-        ("x*.jsonl", "x*.jsonl cannot be read"),
-        ("e.jsonl", "e.jsonl, row 2: key 'reward'"),
-    ):
-        rejected(run, words, "import", *files, more, *options, main=main)
-    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
 
 
-USER = {"role": "user", "content": "1"}
 TOOL = {"role": "tool", "content": "4"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
 
@@ -322,66 +261,48 @@ def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_toke
     np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-4)
 
 
-def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, chat, tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' }}", 2),
+        ("<end>", "", 2),
+        ("<end>", "<end>", 0),
+    ],
+)
+def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, old, new, code):
     shutil.copytree(chat, tmp_path / "policy")
-    rows = jsonl(run.folder / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
-    for change, words in (
-        (
-            ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"),
-            "changes earlier turns",
-        ),
-        (("<end>", ""), "without an end token"),
-        (("<end>", "<end>"), None),
-    ):
-        settings = json.loads((chat / "tokenizer_config.json").read_text())
-        settings["chat_template"] = TEMPLATE.replace(*change)
-        (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
-        (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(*change))
-        clear_caches()
-        code, _, err = run(
-            main, "import", rows, "--policy", tmp_path / "policy", "--out", "a.parquet"
-        )
-        assert (code, err) == (0, "") if words is None else code == 2 and words in err
+    (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))
+    jsonl(tmp_path / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
+    found, _, err = run(main, "import", "a.jsonl", "--policy=policy", "--out=a.parquet")
+    assert found == code and (code == 0 or "the chat template changes earlier turns" in err)
 
 
-PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
-PAIR = {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]}
-LABEL = {"prompt": "1", "completion": "2", "label": True}
-MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
-    "no reward": (PLAIN, {"reward": None}, "row 2: found the keys prompt, response; expected"),
-    "prompt": (PLAIN, {"prompt": 1}, "row 2: found 1, expected chat messages"),
-    "response": (PLAIN, {"response": 2}, "found 2, expected chat messages"),
-    "no message": (CHAT, {"messages": []}, "found [], expected chat messages"),
-    "no prompt": (CHAT, {"messages": [SAY]}, "found None, expected chat messages"),
-    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in one answer"),
-    "two prompts": (PLAIN, {"prompt": [ASK], "response": [ASK, SAY]}, "must end in one answer"),
-    "role": (CHAT, {"messages": [{"from": "human", "value": "1"}, SAY]}, "with role and content"),
-    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "with role and content"),
-    "other prompts": (PAIR, {"rejected": [USER, WRONG]}, "must differ in their last message"),
-    "reward": (PLAIN, {"reward": "1"}, "key 'reward' holds '1', expected a number"),
-    "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
-    "label": (LABEL, {"label": 0}, "key 'label' holds 0, expected true"),
+MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
+    "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
+    "prompt": (PLAIN, {"prompt": 1}, "found 1, expected chat messages"),
+    "no message": (CONVERSATION, {"messages": []}, "found [], expected chat messages"),
+    "no prompt": (CONVERSATION, {"messages": [SAY]}, "found None, expected chat messages"),
+    "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "must end in an answer"),
+    "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "with role and content"),
+    "reward": (PLAIN, {"reward": "1"}, "the reward is '1', expected true, false or a number"),
+    "NaN": (PLAIN, {"reward": math.nan}, "the reward is nan"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
-    "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
-    "gold": (PLAIN, {"gold": [3]}, "row 2: key 'gold' holds [3], expected str or int or float"),
+    "gold": (PLAIN, {"gold": [3]}, "key 'gold' holds [3], expected str or int or float"),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_entry_is_named(run, chat, name):
+def test_a_malformed_row_is_named(run, chat, name):
     good, changes, words = MALFORMED[name]
-    bad = {key: value for key, value in (good | changes).items() if value is not None}
-    jsonl(run.folder / "bad.jsonl", [good, bad])
-    rejected(run, words, "import", "bad.jsonl", f"--policy={chat}", "--out=o/a.parquet", main=main)
-
-
-def test_the_corrected_entries_are_imported(run, chat):
-    good = [entry for entry, _, _ in MALFORMED.values()]
-    assert len(imported(run, chat, good)[0]) == len(good) + sum("chosen" in entry for entry in good)
+    jsonl(run.folder / "bad.jsonl", [good, good | changes])
+    arguments = ["import", "bad.jsonl", f"--policy={chat}", "--out=a.parquet"]
+    assert words in rejected(run, "bad.jsonl, row 2: ", *arguments, main=main)
+    jsonl(run.folder / "bad.jsonl", [good])
+    assert run(main, *arguments)[0] == 0
 
 
 def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
-    for prompt, words in (([USER], "no chat template"), ("", "the prompt or the response is emp")):
+    for prompt, words in (([ASK], "no chat template"), ("", "the prompt or the response is emp")):
         jsonl(run.folder / "bad.jsonl", [PLAIN | {"prompt": prompt}])
         arguments = ["bad.jsonl", f"--policy={policy}", "--out=a.parquet"]
         rejected(run, words, "import", *arguments, main=main)
@@ -397,7 +318,6 @@ def test_arguments_of_import(run, policy, tmp_path):
         ({"out": "a.jsonl/b.parquet"}, "--out: the folder a.jsonl cannot be written"),
         ({"policy": "nowhere"}, "policy 'nowhere' is neither a folder nor a model"),
         ({"precision": "16"}, "precision"),
-        ({"microbatch-tokens": 0}, "microbatch"),
     ):
         arguments = [f"--{key}={value}" for key, value in (usual | changes).items()]
         rejected(run, words, "import", "a.jsonl", *arguments, main=main)
