@@ -33,13 +33,13 @@ SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant",
 def chat(tmp_path_factory):
     """A random Llama whose tokenizer and chat template both write a BOS."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    special, alphabet = ["<pad>", "<eos>", "<bos>", "<end>"], pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=280,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(["[user]\n[assistant]\nthe answer is four, not five"] * 9, trainer)
     bpe.post_processor = processors.TemplateProcessing(
@@ -70,9 +70,8 @@ def jsonl(path, rows):
 def imported(run, policy, rows, *arguments):
     """Trajectories of an import that must succeed, and what it printed."""
     source = rows if not isinstance(rows, list) else jsonl(run.folder / "a.jsonl", rows)
-    code, out, err = run(
-        main, "import", source, "--policy", policy, "--out", "a.parquet", *arguments
-    )
+    files = f"--policy={policy}", "--out=a.parquet"
+    code, out, err = run(main, "import", source, *arguments, *files)
     assert code == 0, err
     return read_trajectories(run.folder / "a.parquet"), out
 
@@ -89,67 +88,57 @@ def expected_ids(tokenizer, prompt) -> list[int]:
 PLAIN = {"prompt": "2+2=", "response": "4", "reward": 1}
 CONVERSATION = {"messages": [SYSTEM, ASK, SAY], "reward": -0.5}
 PAIR = {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}
+TEXT = {"input": "2+2=", "output": "4"}
+BOTH = [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)]
 CASES = {  # a row, and the prompts, responses and rewards that it gives
     "text": (PLAIN | {"reward": 0.5}, [("2+2=", "4", 0.5)]),
     "chat prompt": (PLAIN | {"prompt": [ASK], "reward": True}, [([ASK], "4", 1)]),
-    "chat response": (
-        {"prompt": [SYSTEM, ASK], "response": [SAY], "reward": False},
-        [([SYSTEM, ASK], "4", -1)],
-    ),
     "conversation": (CONVERSATION, [([SYSTEM, ASK], "4", -0.5)]),
-    "TRL unpaired": ({"prompt": "2+2=", "completion": " 4", "label": True}, [("2+2=", " 4", 1)]),
+    "TRL unpaired": ({"prompt": "2", "completion": " 4", "label": False}, [("2", " 4", -1)]),
     "TRL paired": (
         {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
         [("2+2=", "4", 1), ("2+2=", "five", -1)],
     ),
-    "TRL paired chat": (
-        {"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]},
-        [([ASK], "4", 1), ([ASK], "five", -1)],
-    ),
-    "TRL implicit prompt": (PAIR, [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)]),
-    "question beside conversations": (
-        PAIR | {"prompt": "2+2?"},
-        [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
-    ),
-    "verl": ({"input": "2+2=", "output": "4", "gts": "4", "score": 1.0}, [("2+2=", "4", 1)]),
-    "OpenRLHF": ({"input": "2+2=", "output": "4", "reward": -1.25}, [("2+2=", "4", -1.25)]),
+    "TRL chat": ({"prompt": [SYSTEM, ASK], "chosen": [SAY], "rejected": [WRONG]}, BOTH),
+    "TRL implicit prompt": (PAIR, BOTH),
+    "question beside conversations": (PAIR | {"prompt": "2+2?"}, BOTH),
+    "verl": (TEXT | {"gts": "4", "score": 1.0}, [("2+2=", "4", 1)]),
+    "OpenRLHF": (TEXT | {"reward": -1.25}, [("2+2=", "4", -1.25)]),
     "names of two formats": (PLAIN | {"label": False, "score": 3}, [("2+2=", "4", 1)]),
 }
+
+
+def check_scores(policy, t) -> None:
+    """Compare log mu with the model's own log-probs; 0 where a token was not sampled."""
+    model = load_policy(str(policy)).model
+    ids = torch.tensor([t.prompt_ids + t.response_ids])
+    log_probs = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].log_softmax(-1)
+    expected = log_probs[range(len(t.response_ids)), t.response_ids]
+    if t.sampled is not None:
+        expected = expected * torch.tensor(t.sampled)
+    np.testing.assert_allclose(t.ref_logprobs, expected.detach(), atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
     row, expected = CASES[case]
     trajectories, _ = imported(run, chat, [row])
-    tokenizer, model = load_tokenizer(str(chat)), load_policy(str(chat))
-    assert len(trajectories) == len(expected)
-    assert len({t.group for t in trajectories}) == len({t.prompt_id for t in trajectories}) == 1
-    for t, (prompt, response, reward) in zip(trajectories, expected, strict=True):
+    assert [(t.response, t.reward) for t in trajectories] == [case[1:] for case in expected]
+    assert len({(t.group, t.prompt_id) for t in trajectories}) == 1
+    tokenizer = load_tokenizer(str(chat))
+    for t, (prompt, response, _) in zip(trajectories, expected, strict=True):
         assert t.prompt_ids == expected_ids(tokenizer, prompt)
-        assert t.prompt_ids.count(BOS) == 1 and t.gold == row.get("gts")
+        assert t.prompt_ids.count(BOS) == 1 and t.gold == row.get("gts") and t.finished
         assert t.response_ids == [*tokenizer(response, add_special_tokens=False)["input_ids"], EOS]
-        assert (t.response, t.reward, t.finished) == (response, reward, True)
-        log_probs = model.logits(torch.tensor([t.prompt_ids + t.response_ids]))[0].log_softmax(-1)
-        start = len(t.prompt_ids) - 1
-        scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
-        np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
+        check_scores(chat, t)
 
 
 @pytest.mark.parametrize(
     ("response", "finished", "added"),
-    [
-        ("4", True, [EOS]),
-        ("4<eos>", True, []),
-        ("4<end>", True, []),
-        ("4", False, []),
-        ("", True, [EOS]),
-        ("4<end>5", True, [EOS]),
-    ],
+    [("4", True, [EOS]), ("4<end>", True, []), ("4", False, []), ("", True, [EOS])],
 )
 def test_a_finished_response_has_one_end_token(run, chat, response, finished, added):
-    (t,), _ = imported(
-        run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}]
-    )
+    (t,), _ = imported(run, chat, [PLAIN | {"response": response, "finished": finished}])
     ids = load_tokenizer(str(chat))(response, add_special_tokens=False)["input_ids"]
     assert t.response_ids == ids + added and t.finished is finished
 
@@ -157,19 +146,17 @@ def test_a_finished_response_has_one_end_token(run, chat, response, finished, ad
 def test_a_rendered_prompt_gets_no_second_bos(run, chat):
     tokenizer = load_tokenizer(str(chat))
     text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
-    (t,), _ = imported(run, chat, [{"prompt": text, "response": "4", "reward": 1}])
+    (t,), _ = imported(run, chat, [PLAIN | {"prompt": text}])
     assert t.prompt_ids == expected_ids(tokenizer, [ASK]) and t.prompt_ids.count(BOS) == 1
 
 
 def test_optional_keys_are_kept(run, tmp_path, policy):
     row = {"prompt": "1+2>", "response": "1+2=3;#3", "reward": 1}
-    more = {"gold": "3", "valid": True, "answer": 3, "finished": False, "group": "mine"}
+    more = {"gold": 3, "finished": False, "group": "mine"}
     (first, second, third), _ = imported(run, policy, [row, row | more, row | {"prompt_id": 7}])
     assert first.prompt_id == first.group == second.prompt_id
-    assert (second.group, second.finished, second.valid) == ("mine", False, True)
-    assert (second.answer, second.gold) == ("3", "3")
-    assert (third.prompt_id, third.group) == ("7", "7")
-    assert (first.valid, first.answer, first.gold) == (None, None, None)
+    assert (second.group, second.finished, second.gold) == ("mine", False, "3")
+    assert (third.prompt_id, third.group, third.gold) == ("7", "7", None)
     assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_hash(str(policy))
 
 
@@ -191,11 +178,10 @@ def unified_schema(rows) -> pa.Schema:
 
 
 def test_the_precision_of_training_can_score(run, tmp_path, policy):
-    rows = [{"prompt": "1", "response": "1+2", "reward": 1, "group": None, "gold": 3}]
-    (exact,), _ = imported(run, policy, rows)
-    (rough,), _ = imported(run, policy, rows, "--precision=bf16-mixed")
+    (exact,), _ = imported(run, policy, [PLAIN])
+    (rough,), _ = imported(run, policy, [PLAIN], "--precision=bf16-mixed")
     assert 0 < np.abs(np.subtract(rough.ref_logprobs, exact.ref_logprobs)).max() < 0.05
-    assert rough.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+    assert read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
 def test_overlong_trajectories_are_left_out_and_counted(run, policy):
@@ -204,24 +190,17 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
     assert "left out as too long: 1" in out
-    trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
-    assert [t.response for t in trajectories] == ["111"]
     arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
     rejected(run, "no row fits into 4 tokens", "import", *arguments, main=main)
 
 
-def test_several_files_are_imported_as_one(run, tmp_path, chat):
-    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(4)]
-    whole, _ = imported(run, chat, rows)
+def test_several_files_are_imported_as_one(run, tmp_path, policy):
+    rows = [PLAIN | {"response": str(i)} for i in range(4)]
     jsonl(tmp_path / "b-1.jsonl", rows[:1])
     jsonl(tmp_path / "b-2.jsonl", rows[1:2])
     pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "c.parquet")
-    files = ["b-*", "c.parquet", f"--policy={chat}"]
-    assert run(main, "import", *files, "--out=all.parquet")[0] == 0
-    parts = read_trajectories(tmp_path / "all.parquet")
-    assert [(t.prompt, t.response_ids) for t in parts] == [
-        (t.prompt, t.response_ids) for t in whole
-    ]
+    parts, _ = imported(run, policy, "b-*", "c.parquet")
+    assert [t.response for t in parts] == list("0123")
 
 
 TOOL = {"role": "tool", "content": "4"}
@@ -229,36 +208,26 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
 
 
 @pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("call", [WRONG, CALL], ids=["text", "tool call"])
 def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(
-    run, chat, call, finished
+    run, chat, finished
 ):
     last = SAY | {"content": "4\n"}  # a cut response may end in a line break
-    messages = [ASK, call, TOOL, SAY, ASK, last]
+    messages = [ASK, CALL, TOOL, SAY, ASK, last]
     (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
     tokenizer = load_tokenizer(str(chat))
     assert t.prompt_ids == expected_ids(tokenizer, [ASK])
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert t.prompt + t.response == whole
-    ids, sampled = np.array(t.response_ids), np.array(t.sampled)
-    parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)  # sampled and not, in turn
-    said = [
-        "five<end>" if call is WRONG else "add(2, 2)<end>",
+    assert t.prompt + t.response == tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = np.array(t.response_ids)
+    parts = np.split(ids, np.flatnonzero(np.diff(t.sampled)) + 1)  # sampled and not, in turn
+    assert t.sampled[0] and t.finished == finished
+    assert tokenizer.batch_decode(parts) == [
+        "add(2, 2)<end>",
+        "\n[tool]\n4<end>\n[assistant]\n",
         "4<end>",
+        "\n[user]\n2+2?<end>\n[assistant]\n",
         "4\n<end>" if finished else "4\n",
     ]
-    between = ["\n[tool]\n4<end>\n[assistant]\n", "\n[user]\n2+2?<end>\n[assistant]\n"]
-    assert [tokenizer.decode(part) for part in parts[::2]] == said and sampled[0]
-    assert [tokenizer.decode(part) for part in parts[1::2]] == between
-    assert t.finished == finished and len(t.ref_logprobs) == len(sampled) == len(ids)
-    model = load_policy(str(chat)).model.double()
-    log_probs = (
-        model(torch.tensor([t.prompt_ids + t.response_ids]))
-        .logits[0]
-        .log_softmax(-1)[len(t.prompt_ids) - 1 :]
-    )
-    expected = [log_probs[i, token].item() if sampled[i] else 0.0 for i, token in enumerate(ids)]
-    np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-4)
+    check_scores(chat, t)
 
 
 @pytest.mark.parametrize(
@@ -311,14 +280,12 @@ def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, 
 
 def test_arguments_of_import(run, policy, tmp_path):
     jsonl(tmp_path / "a.jsonl", [PLAIN])
-    (tmp_path / "thesis").mkdir()
-    usual = {"policy": policy, "out": "a.parquet"}
-    for changes, words in (
-        ({"out": "thesis"}, "is a folder or one of the inputs"),
-        ({"out": "a.jsonl/b.parquet"}, "--out: the folder a.jsonl cannot be written"),
-        ({"policy": "nowhere"}, "policy 'nowhere' is neither a folder nor a model"),
-        ({"precision": "16"}, "precision"),
+    good = ["import", "a.jsonl", f"--policy={policy}", "--out=a.parquet"]
+    for argument, words in (
+        (f"--out={tmp_path}", "is a folder or one of the inputs"),
+        ("--out=a.jsonl/b.parquet", "--out: the folder a.jsonl cannot be written"),
+        ("--policy=nowhere", "policy 'nowhere' is neither a folder nor a model"),
+        ("--precision=16", "precision"),
     ):
-        arguments = [f"--{key}={value}" for key, value in (usual | changes).items()]
-        rejected(run, words, "import", "a.jsonl", *arguments, main=main)
-    imported(run, policy, tmp_path / "a.jsonl")
+        rejected(run, words, *good, argument, main=main)
+    assert run(main, *good)[0] == 0

@@ -61,15 +61,14 @@ METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling
 def write_trajectories(
     path: str | Path, trajectories: Iterable[Trajectory], metadata: dict[str, Any]
 ) -> None:
-    """Write a trajectory file atomically. Absent `METADATA_KEYS` become null."""
+    """Write a trajectory file atomically, with metadata of `METADATA_KEYS`."""
     rows = [vars(trajectory) for trajectory in trajectories]
     write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
 
 
 def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> None:
     """`write_trajectories` for a table of `SCHEMA`."""
-    known = {key: metadata.get(key) for key in METADATA_KEYS}
-    known["schema"] = SCHEMA_VERSION
+    known = metadata | {"schema": SCHEMA_VERSION}
     if table["sampled"].null_count == len(table):  # the column is written for conversations only
         table = table.drop_columns("sampled")
     table = table.replace_schema_metadata({"topr": json.dumps(known)})
@@ -85,11 +84,11 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Metadata by `METADATA_KEYS`. Raises an InputError if the file is no Parquet file."""
+    """Metadata by `METADATA_KEYS`, None where unknown. Raises an InputError if the file is no
+    Parquet file."""
     with explained(f"{path} cannot be read", remedy=REMEDY):
         stored = pq.read_schema(path).metadata or {}
-    metadata = json.loads(stored.get(b"topr", b"{}"))
-    return {key: metadata.get(key) for key in METADATA_KEYS}
+    return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
 
 
 def batches(

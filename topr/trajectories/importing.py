@@ -26,8 +26,6 @@ OPTIONAL: Types = {
     "prompt_id": (str, int),
     "group": (str, int),
     "finished": (bool,),
-    "valid": (bool,),
-    "answer": (str, int, float),
     "gold": (str, int, float),
 }
 
@@ -147,7 +145,6 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
     if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
     prompt_id = str(row.get("prompt_id", content_hash(text)))
-    graded = {key: str(row[key]) for key in ("answer", "gold") if key in row}
     return Trajectory(
         prompt_id=prompt_id,
         group=str(row.get("group", prompt_id)),
@@ -158,9 +155,8 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
         ref_logprobs=[],
         reward=read_reward(row["reward"]),
         finished=finished,
-        valid=row.get("valid"),
+        gold=str(row["gold"]) if "gold" in row else None,
         sampled=sampled,
-        **graded,
     )
 
 
