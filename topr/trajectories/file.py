@@ -135,6 +135,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
     unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
+    unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
@@ -142,9 +143,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
         "response_ids and sampled differ in length": (marked != response) & (marked >= 0),
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
         f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
-        f"the reward is NaN or beyond +-{LARGEST:.0f}": ~(
-            abs(table["reward"].to_numpy()) <= LARGEST
-        ),
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
         f"it holds more tokens than {limit}": prompt + response > max_tokens,
     }
 
