@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from jsonargparse.typing import NonNegativeInt
 
@@ -40,7 +41,7 @@ def statistics(table: pa.Table) -> Any:
     rows = table.drop_columns(["prompt", "response", "sampled"]).to_pandas()
     rows["prompt_tokens"] = rows.pop("prompt_ids").map(len)
     rows["response_tokens"] = rows.pop("response_ids").map(len)
-    rows["log_mu"] = rows.pop("ref_logprobs").map(sum)
+    rows["log_mu"] = rows.pop("ref_logprobs").map(np.sum)
     return rows
 
 

@@ -88,7 +88,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     Parquet file."""
     with explained(f"{path} cannot be read", remedy=REMEDY):
         stored = pq.read_schema(path).metadata or {}
-    return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
+        return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
 
 
 def batches(

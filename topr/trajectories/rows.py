@@ -35,9 +35,8 @@ def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]
             raise InputError(f"{where}: expected a JSON object, found {row!r:.40}")
         for key, types in (required | optional).items():
             value = row.get(key)
-            if value is None and key in optional:
-                continue
-            if type(value) not in types:  # isinstance would take a boolean for an int
+            absent = value is None and key in optional
+            if not absent and type(value) not in types:  # isinstance takes a boolean for an int
                 names = " or ".join(accepted.__name__ for accepted in types)
                 raise InputError(f"{where}: key {key!r} holds {value!r:.40}, expected {names}")
     return rows
