@@ -100,6 +100,10 @@ CASES = {  # a row, and the prompts, responses and rewards that it gives
     ),
     "TRL chat": ({"prompt": [SYSTEM, ASK], "chosen": [SAY], "rejected": [WRONG]}, BOTH),
     "TRL implicit prompt": (PAIR, BOTH),
+    "TRL, several turns": (
+        {"chosen": [ASK, WRONG, ASK, SAY], "rejected": [ASK, WRONG, ASK, WRONG]},
+        [([ASK, WRONG, ASK], "4", 1), ([ASK, WRONG, ASK], "five", -1)],
+    ),
     "question beside conversations": (PAIR | {"prompt": "2+2?"}, BOTH),
     "verl": (TEXT | {"gts": "4", "score": 1.0}, [("2+2=", "4", 1)]),
     "OpenRLHF": (TEXT | {"reward": -1.25}, [("2+2=", "4", -1.25)]),

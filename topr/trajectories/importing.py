@@ -85,8 +85,13 @@ def plain_rows(row: Row) -> list[Row]:
     renamed = {name: row[key] for key, name in NAMES.items() if key in row}
     row = renamed | row
     if {"chosen", "rejected"} <= row.keys():
-        chosen = row | {"response": row["chosen"], "reward": True}
-        return [chosen, row | {"response": row["rejected"], "reward": False}]
+        pair = []
+        for key, reward in (("chosen", True), ("rejected", False)):
+            prompt, response = row.get("prompt"), row[key]
+            if isinstance(response, list) and not isinstance(prompt, list):
+                prompt, response = response[:-1], response[-1:]  # only the last answer was judged
+            pair.append(row | {"prompt": prompt, "response": response, "reward": reward})
+        return pair
     if not {"response", "reward"} <= row.keys():
         raise InputError(f"found the keys {', '.join(row)}; expected prompt, response and reward")
     return [row]
