@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import clear_caches, rejected
+from conftest import rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,13 +33,13 @@ SYSTEM, WRONG = {"role": "system", "content": "be brief"}, {"role": "assistant",
 def chat(tmp_path_factory):
     """A random Llama whose tokenizer and chat template both write a BOS."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    special, alphabet = ["<pad>", "<eos>", "<bos>", "<end>"], pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=280,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(["[user]\n[assistant]\nthe answer is four, not five"] * 9, trainer)
     bpe.post_processor = processors.TemplateProcessing(
@@ -70,9 +70,8 @@ def jsonl(path, rows):
 def imported(run, policy, rows, *arguments):
     """Trajectories of an import that must succeed, and what it printed."""
     source = rows if not isinstance(rows, list) else jsonl(run.folder / "a.jsonl", rows)
-    code, out, err = run(
-        main, "import", source, "--policy", policy, "--out", "a.parquet", *arguments
-    )
+    files = f"--policy={policy}", "--out=a.parquet"
+    code, out, err = run(main, "import", source, *arguments, *files)
     assert code == 0, err
     return read_trajectories(run.folder / "a.parquet"), out
 
@@ -86,97 +85,63 @@ def expected_ids(tokenizer, prompt) -> list[int]:
     )["input_ids"]
 
 
-CASES = {
-    "text": ([{"prompt": "2+2=", "response": "4", "reward": 0.5}], [("2+2=", "4", 0.5)]),
-    "chat prompt": ([{"prompt": [ASK], "response": "4", "reward": True}], [([ASK], "4", 1)]),
-    "chat response": (
-        [{"prompt": [SYSTEM, ASK], "response": [SAY], "reward": 1}],
-        [([SYSTEM, ASK], "4", 1)],
-    ),
-    "conversation": (
-        [{"messages": [SYSTEM, ASK, SAY], "reward": -0.5}],
-        [([SYSTEM, ASK], "4", -0.5)],
-    ),
-    "TRL unpaired": ([{"prompt": "2+2=", "completion": " 4", "label": True}], [("2+2=", " 4", 1)]),
+PLAIN = {"prompt": "2+2=", "response": "4", "reward": 1}
+CONVERSATION = {"messages": [SYSTEM, ASK, SAY], "reward": -0.5}
+PAIR = {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}
+TEXT = {"input": "2+2=", "output": "4"}
+BOTH = [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)]
+CASES = {  # a row, and the prompts, responses and rewards that it gives
+    "chat prompt": (PLAIN | {"prompt": [ASK], "reward": True}, [([ASK], "4", 1)]),
+    "conversation": (CONVERSATION, [([SYSTEM, ASK], "4", -0.5)]),
+    "TRL unpaired": ({"prompt": "2", "completion": " 4", "label": False}, [("2", " 4", -1)]),
     "TRL paired": (
-        [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}],
+        {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
         [("2+2=", "4", 1), ("2+2=", "five", -1)],
     ),
-    "TRL paired chat": (
-        [{"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}],
-        [([ASK], "4", 1), ([ASK], "five", -1)],
+    "TRL chat": ({"prompt": [SYSTEM, ASK], "chosen": [SAY], "rejected": [WRONG]}, BOTH),
+    "TRL implicit prompt": (PAIR, BOTH),
+    "TRL, several turns": (
+        {"chosen": [ASK, WRONG, ASK, SAY], "rejected": [ASK, WRONG, ASK, WRONG]},
+        [([ASK, WRONG, ASK], "4", 1), ([ASK, WRONG, ASK], "five", -1)],
     ),
-    "TRL implicit prompt": (
-        [{"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, WRONG]}],
-        [([SYSTEM, ASK], "4", 1), ([SYSTEM, ASK], "five", -1)],
-    ),
-    "TRL implicit prompt, text": (
-        [
-            {
-                "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
-                "rejected": "\n\nHuman: 2+2?\n\nAssistant: five",
-            }
-        ],
-        [
-            ("\n\nHuman: 2+2?\n\nAssistant:", " 4", 1),
-            ("\n\nHuman: 2+2?\n\nAssistant:", " five", -1),
-        ],
-    ),
-    "question beside conversations": (
-        [{"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, WRONG]}],
-        [([ASK], "4", 1), ([ASK], "five", -1)],
-    ),
-    "verl": (
-        [{"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 3}],
-        [("2+2=", "4", 1)],
-    ),
-    "OpenRLHF": ([{"input": "2+2=", "output": "4", "reward": -1.25}], [("2+2=", "4", -1.25)]),
+    "question beside conversations": (PAIR | {"prompt": "2+2?"}, BOTH),
+    "verl": (TEXT | {"gts": "4", "score": 1.0}, [("2+2=", "4", 1)]),
+    "OpenRLHF": (TEXT | {"reward": -1.25}, [("2+2=", "4", -1.25)]),
+    "names of two formats": (PLAIN | {"label": False, "score": 3}, [("2+2=", "4", 1)]),
 }
+
+
+def check_scores(policy, t) -> None:
+    """Compare log mu with the model's own log-probs; 0 where a token was not sampled."""
+    model = load_policy(str(policy)).model
+    ids = torch.tensor([t.prompt_ids + t.response_ids])
+    log_probs = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].log_softmax(-1)
+    expected = log_probs[range(len(t.response_ids)), t.response_ids]
+    if t.sampled is not None:
+        expected = expected * torch.tensor(t.sampled)
+    np.testing.assert_allclose(t.ref_logprobs, expected.detach(), atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_format_gives_its_prompts_responses_and_rewards(run, chat, case):
-    rows, expected = CASES[case]
-    trajectories, _ = imported(run, chat, rows)
-    tokenizer, model = load_tokenizer(str(chat)), load_policy(str(chat))
-    assert len(trajectories) == len(expected)
-    assert len({t.group for t in trajectories}) == len({t.prompt_id for t in trajectories}) == 1
-    for t, (prompt, response, reward) in zip(trajectories, expected, strict=True):
+    row, expected = CASES[case]
+    trajectories, _ = imported(run, chat, [row])
+    assert [(t.response, t.reward) for t in trajectories] == [case[1:] for case in expected]
+    assert len({(t.group, t.prompt_id) for t in trajectories}) == 1
+    tokenizer = load_tokenizer(str(chat))
+    for t, (prompt, response, _) in zip(trajectories, expected, strict=True):
         assert t.prompt_ids == expected_ids(tokenizer, prompt)
-        assert t.prompt_ids.count(BOS) == 1
+        assert t.prompt_ids.count(BOS) == 1 and t.gold == row.get("gts") and t.finished
         assert t.response_ids == [*tokenizer(response, add_special_tokens=False)["input_ids"], EOS]
-        assert (t.response, t.reward, t.finished) == (response, reward, True)
-        log_probs = model.logits(torch.tensor([t.prompt_ids + t.response_ids]))[0].log_softmax(-1)
-        start = len(t.prompt_ids) - 1
-        scored = [log_probs[start + i, token].item() for i, token in enumerate(t.response_ids)]
-        np.testing.assert_allclose(t.ref_logprobs, scored, atol=1e-5)
-
-
-def test_equal_responses_are_left_out(run, chat):
-    rows = [
-        {"prompt": "2", "chosen": "4", "rejected": "4"},
-        {"prompt": "2", "chosen": "4", "rejected": "5"},
-    ]
-    with pytest.warns(UserWarning, match="pairs of equal responses are left out"):
-        trajectories, _ = imported(run, chat, rows)
-    assert [t.response for t in trajectories] == ["4", "5"]
+        check_scores(chat, t)
 
 
 @pytest.mark.parametrize(
     ("response", "finished", "added"),
-    [
-        ("4", True, [EOS]),
-        ("4<eos>", True, []),
-        ("4<end>", True, []),
-        ("4", False, []),
-        ("", True, [EOS]),
-        ("4<end>5", True, [EOS]),
-    ],
+    [("4", True, [EOS]), ("4<end>", True, []), ("4", False, []), ("", True, [EOS])],
 )
 def test_a_finished_response_has_one_end_token(run, chat, response, finished, added):
-    (t,), _ = imported(
-        run, chat, [{"prompt": "2", "response": response, "reward": 1, "finished": finished}]
-    )
+    (t,), _ = imported(run, chat, [PLAIN | {"response": response, "finished": finished}])
     ids = load_tokenizer(str(chat))(response, add_special_tokens=False)["input_ids"]
     assert t.response_ids == ids + added and t.finished is finished
 
@@ -184,69 +149,39 @@ def test_a_finished_response_has_one_end_token(run, chat, response, finished, ad
 def test_a_rendered_prompt_gets_no_second_bos(run, chat):
     tokenizer = load_tokenizer(str(chat))
     text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
-    (t,), _ = imported(run, chat, [{"prompt": text, "response": "4", "reward": 1}])
+    (t,), _ = imported(run, chat, [PLAIN | {"prompt": text}])
     assert t.prompt_ids == expected_ids(tokenizer, [ASK]) and t.prompt_ids.count(BOS) == 1
 
 
 def test_optional_keys_are_kept(run, tmp_path, policy):
-    rows = [
-        {
-            "prompt": "1+2>",
-            "response": "1+2=3;#3",
-            "reward": True,
-            "gold": "3",
-            "valid": True,
-            "answer": 3,
-        },
-        {"prompt": "1+2>", "response": "#4", "reward": False, "valid": False},
-        {
-            "prompt": "2*2>",
-            "response": "2*2=",
-            "reward": 0.25,
-            "finished": False,
-            "group": "mine",
-            "prompt_id": 7,
-        },
-    ]
-    (first, second, third), out = imported(run, policy, rows)
-    assert "groups         2" in out
-    assert first.prompt_id == first.group == second.prompt_id == second.group
-    assert (third.prompt_id, third.group, third.finished) == ("7", "mine", False)
-    assert (first.answer, first.gold, first.valid) == ("3", "3", True)
-    assert (second.answer, second.gold, second.valid, third.valid) == (None, None, False, None)
+    row = {"prompt": "1+2>", "response": "1+2=3;#3", "reward": 1}
+    more = {"gold": 3, "finished": False, "group": "mine"}
+    (first, second, third), _ = imported(run, policy, [row, row | more, row | {"prompt_id": 7}])
+    assert first.prompt_id == first.group == second.prompt_id
+    assert (second.group, second.finished, second.gold) == ("mine", False, "3")
+    assert (third.prompt_id, third.group, third.gold) == ("7", "7", None)
     assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_hash(str(policy))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [
-            {
-                "prompt": [SYSTEM, ASK | {"name": "ann"}],
-                "response": [SAY],
-                "reward": 1.0,
-                "gold": "4",
-                "group": None,
-            },
-            {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
-        ],
-        [
-            {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]}
-        ],  # a null name in one prompt of Parquet's
-    ],
-)
-def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat, rows):
+def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat):
+    """Parquet writes null for every key that another row or message has."""
+    named = [SYSTEM, ASK | {"name": "ann"}]
+    rows = [
+        {"prompt": named, "response": [SAY], "reward": 1.0, "gold": "4"},
+        {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
+        {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]},
+    ]
     lines, _ = imported(run, chat, rows)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    schema = pa.unify_schemas([pa.Table.from_pylist([row]).schema for row in rows])
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "b.parquet")
     assert imported(run, chat, tmp_path / "b.parquet")[0] == lines
 
 
 def test_the_precision_of_training_can_score(run, tmp_path, policy):
-    rows = [{"prompt": "1", "response": "1+2", "reward": 1, "group": None, "gold": 3}]
-    (exact,), _ = imported(run, policy, rows)
-    (rough,), _ = imported(run, policy, rows, "--precision=bf16-mixed")
+    (exact,), _ = imported(run, policy, [PLAIN])
+    (rough,), _ = imported(run, policy, [PLAIN], "--precision=bf16-mixed")
     assert 0 < np.abs(np.subtract(rough.ref_logprobs, exact.ref_logprobs)).max() < 0.05
-    assert rough.gold == "3" and read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
+    assert read_metadata(tmp_path / "a.parquet")["precision"] == "bf16-mixed"
 
 
 def test_overlong_trajectories_are_left_out_and_counted(run, policy):
@@ -255,150 +190,88 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
     assert "left out as too long: 1" in out
-    trajectories, _ = imported(run, policy, rows, "--microbatch-tokens=6")
-    assert [t.response for t in trajectories] == ["111"]
     arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
     rejected(run, "no row fits into 4 tokens", "import", *arguments, main=main)
 
 
-def test_several_files_are_imported_as_one(run, tmp_path, chat):
-    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "reward": i % 2} for i in range(4)]
-    whole, _ = imported(run, chat, rows)
+def test_several_files_are_imported_as_one(run, tmp_path, policy):
+    rows = [PLAIN | {"response": str(i)} for i in range(4)]
     jsonl(tmp_path / "b-1.jsonl", rows[:1])
     jsonl(tmp_path / "b-2.jsonl", rows[1:2])
     pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "c.parquet")
-    files, options = ["b-*", "c.parquet"], [f"--policy={chat}", "--out=all.parquet"]
-    assert run(main, "import", *files, *options)[0] == 0
-    parts = read_trajectories(tmp_path / "all.parquet")
-    assert [(t.prompt, t.response_ids) for t in parts] == [
-        (t.prompt, t.response_ids) for t in whole
-    ]
-    jsonl(tmp_path / "e.jsonl", [PLAIN, PLAIN | {"reward": "1"}])
-    for more, words in (
-        ("c.parquet", "import names c.parquet twice"),
-        ("nowhere.jsonl.gz", "nowhere.jsonl.gz cannot be read"),
-        ("x*.jsonl", "x*.jsonl cannot be read"),
-        ("e.jsonl", "e.jsonl, row 2: key 'reward'"),
-    ):
-        rejected(run, words, "import", *files, more, *options, main=main)
-    rejected(run, "one of the inputs", "import", *files, options[0], "--out=c.parquet", main=main)
+    parts, _ = imported(run, policy, "b-*", "c.parquet")
+    assert [t.response for t in parts] == list("0123")
 
 
-USER = {"role": "user", "content": "1"}
 TOOL = {"role": "tool", "content": "4"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
 
 
 @pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("call", [WRONG, CALL], ids=["text", "tool call"])
 def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_token(
-    run, chat, call, finished
+    run, chat, finished
 ):
     last = SAY | {"content": "4\n"}  # a cut response may end in a line break
-    messages = [ASK, call, TOOL, SAY, ASK, last]
+    messages = [ASK, CALL, TOOL, SAY, ASK, last]
     (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
     tokenizer = load_tokenizer(str(chat))
     assert t.prompt_ids == expected_ids(tokenizer, [ASK])
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert t.prompt + t.response == whole
-    ids, sampled = np.array(t.response_ids), np.array(t.sampled)
-    parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)  # sampled and not, in turn
-    said = [
-        "five<end>" if call is WRONG else "add(2, 2)<end>",
+    assert t.prompt + t.response == tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = np.array(t.response_ids)
+    parts = np.split(ids, np.flatnonzero(np.diff(t.sampled)) + 1)  # sampled and not, in turn
+    assert t.sampled[0] and t.finished == finished
+    assert tokenizer.batch_decode(parts) == [
+        "add(2, 2)<end>",
+        "\n[tool]\n4<end>\n[assistant]\n",
         "4<end>",
+        "\n[user]\n2+2?<end>\n[assistant]\n",
         "4\n<end>" if finished else "4\n",
     ]
-    between = ["\n[tool]\n4<end>\n[assistant]\n", "\n[user]\n2+2?<end>\n[assistant]\n"]
-    assert [tokenizer.decode(part) for part in parts[::2]] == said and sampled[0]
-    assert [tokenizer.decode(part) for part in parts[1::2]] == between
-    assert t.finished == finished and len(t.ref_logprobs) == len(sampled) == len(ids)
-    model = load_policy(str(chat)).model.double()
-    log_probs = (
-        model(torch.tensor([t.prompt_ids + t.response_ids]))
-        .logits[0]
-        .log_softmax(-1)[len(t.prompt_ids) - 1 :]
-    )
-    expected = [log_probs[i, token].item() if sampled[i] else 0.0 for i, token in enumerate(ids)]
-    np.testing.assert_allclose(t.ref_logprobs, expected, atol=1e-4)
+    check_scores(chat, t)
 
 
-def test_a_template_that_rewrites_turns_or_does_not_end_them_is_rejected(run, chat, tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' }}"), ("<end>", "")],
+)
+def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, old, new):
     shutil.copytree(chat, tmp_path / "policy")
-    rows = jsonl(run.folder / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
-    for change, words in (
-        (
-            ("{{ m['content'] }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"),
-            "changes earlier turns",
-        ),
-        (("<end>", ""), "without an end token"),
-        (("<end>", "<end>"), None),
-    ):
-        settings = json.loads((chat / "tokenizer_config.json").read_text())
-        settings["chat_template"] = TEMPLATE.replace(*change)
-        (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
-        (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(*change))
-        clear_caches()
-        code, _, err = run(
-            main, "import", rows, "--policy", tmp_path / "policy", "--out", "a.parquet"
-        )
-        assert (code, err) == (0, "") if words is None else code == 2 and words in err
+    (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))
+    jsonl(tmp_path / "a.jsonl", [{"messages": [ASK, WRONG, ASK, SAY], "reward": 1}])
+    arguments = ["import", "a.jsonl", "--policy=policy", "--out=a.parquet"]
+    rejected(run, "the chat template changes earlier turns", *arguments, main=main)
 
 
-PLAIN, CHAT = {"prompt": "1", "response": "2", "reward": 1}, {"messages": [ASK, SAY], "reward": 1}
-PAIR = {"chosen": [ASK, SAY], "rejected": [ASK, WRONG]}
-LABEL = {"prompt": "1", "completion": "2", "label": True}
-MALFORMED = {  # an entry that is accepted, the changes that make it bad, words of the error
-    "no reward": (PLAIN, {"reward": None}, "row 2: found the keys prompt, response; expected"),
-    "prompt": (PLAIN, {"prompt": 1}, "row 2: found 1, expected chat messages"),
-    "response": (PLAIN, {"response": 2}, "found 2, expected chat messages"),
-    "no message": (CHAT, {"messages": []}, "found [], expected chat messages"),
-    "no prompt": (CHAT, {"messages": [SAY]}, "found None, expected chat messages"),
-    "no answer": (CHAT, {"messages": [ASK, ASK]}, "must end in one answer"),
-    "two prompts": (PLAIN, {"prompt": [ASK], "response": [ASK, SAY]}, "must end in one answer"),
-    "role": (CHAT, {"messages": [{"from": "human", "value": "1"}, SAY]}, "with role and content"),
-    "no content": (CHAT, {"messages": [{"role": "user"}, SAY]}, "with role and content"),
-    "other prompts": (PAIR, {"rejected": [USER, WRONG]}, "must differ in their last message"),
-    "reward": (PLAIN, {"reward": "1"}, "key 'reward' holds '1', expected a number"),
-    "NaN": (PLAIN, {"reward": math.nan}, "key 'reward' holds nan"),
-    "label": (LABEL, {"label": 0}, "key 'label' holds 0, expected true"),
+MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
+    "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
+    "prompt": (PLAIN, {"prompt": 1}, "found 1, expected chat messages"),
+    "no prompt": (CONVERSATION, {"messages": [SAY]}, "found None, expected chat messages"),
+    "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "must end in an answer"),
+    "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "with role and content"),
+    "reward": (PLAIN, {"reward": "1"}, "the reward is '1', expected true, false or a number"),
+    "NaN": (PLAIN, {"reward": math.nan}, "the reward is nan"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
-    "finished": (PLAIN, {"finished": "no"}, "row 2: key 'finished' holds 'no', expected bool"),
-    "gold": (PLAIN, {"gold": [3]}, "row 2: key 'gold' holds [3], expected str or int or float"),
+    "finished": (PLAIN, {"finished": "no"}, "key 'finished' holds 'no', expected bool"),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_entry_is_named(run, chat, name):
+def test_a_malformed_row_is_named(run, chat, name):
     good, changes, words = MALFORMED[name]
-    bad = {key: value for key, value in (good | changes).items() if value is not None}
-    jsonl(run.folder / "bad.jsonl", [good, bad])
-    rejected(run, words, "import", "bad.jsonl", f"--policy={chat}", "--out=o/a.parquet", main=main)
-
-
-def test_the_corrected_entries_are_imported(run, chat):
-    good = [entry for entry, _, _ in MALFORMED.values()]
-    assert len(imported(run, chat, good)[0]) == len(good) + sum("chosen" in entry for entry in good)
-
-
-def test_a_policy_without_a_template_or_a_bos_takes_text_that_is_not_empty(run, policy):
-    for prompt, words in (([USER], "no chat template"), ("", "the prompt or the response is emp")):
-        jsonl(run.folder / "bad.jsonl", [PLAIN | {"prompt": prompt}])
-        arguments = ["bad.jsonl", f"--policy={policy}", "--out=a.parquet"]
-        rejected(run, words, "import", *arguments, main=main)
-    imported(run, policy, [PLAIN])
+    jsonl(run.folder / "bad.jsonl", [good, good | changes])
+    arguments = ["import", "bad.jsonl", f"--policy={chat}", "--out=a.parquet"]
+    assert words in rejected(run, "bad.jsonl, row 2: ", *arguments, main=main)
+    jsonl(run.folder / "bad.jsonl", [good])
+    assert run(main, *arguments)[0] == 0
 
 
 def test_arguments_of_import(run, policy, tmp_path):
     jsonl(tmp_path / "a.jsonl", [PLAIN])
-    (tmp_path / "thesis").mkdir()
-    usual = {"policy": policy, "out": "a.parquet"}
-    for changes, words in (
-        ({"out": "thesis"}, "is a folder or one of the inputs"),
-        ({"out": "a.jsonl/b.parquet"}, "--out: the folder a.jsonl cannot be written"),
-        ({"policy": "nowhere"}, "policy 'nowhere' is neither a folder nor a model"),
-        ({"precision": "16"}, "precision"),
-        ({"microbatch-tokens": 0}, "microbatch"),
+    good = ["import", "a.jsonl", f"--policy={policy}", "--out=a.parquet"]
+    for argument, words in (
+        (f"--out={tmp_path}", "is a folder or one of the inputs"),
+        ("--out=a.jsonl/b.parquet", "--out: the folder a.jsonl cannot be written"),
+        ("--policy=nowhere", "policy 'nowhere' is neither a folder nor a model"),
     ):
-        arguments = [f"--{key}={value}" for key, value in (usual | changes).items()]
-        rejected(run, words, "import", "a.jsonl", *arguments, main=main)
-    imported(run, policy, tmp_path / "a.jsonl")
+        rejected(run, words, *good, argument, main=main)
+    assert run(main, *good)[0] == 0

@@ -259,7 +259,6 @@ def test_settings_are_compared_by_content(whole, train, run):
     ("more", "words"),
     [
         (["--iterations=0"], "iterations"),
-        (["--share=0.1"], "anna_karenina takes --budget"),
         (["--curate=best"], "best"),
         (["--curate=share"], "--share"),
         (["--data.train=x.parquet"], "--data.train=x.parquet cannot be given"),

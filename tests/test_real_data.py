@@ -88,7 +88,7 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
     command = ["import", "solutions.jsonl", "--policy", tmp_path / "base", "--out", "gsm8k.parquet"]
     code, out, err = run(trajectories_main, *command)
     assert code == 0, err
-    assert "trajectories   240" in out
+    assert "240 trajectories" in out
     trajectories = read_trajectories(tmp_path / "gsm8k.parquet")
     for row, t in zip(rows, trajectories, strict=True):
         assert tokenizer.decode(t.response_ids[:-1]) == row["response"] and t.finished

@@ -1,18 +1,17 @@
-"""The report on trajectory files against figures computed by hand, samples, and `inspect`."""
+"""`inspect` against figures computed by hand."""
 
 from conftest import make_trajectories, write
 
-from topr.trajectories.__main__ import main, report, samples
+from topr.trajectories.__main__ import main
 
 
 def example(policy):
-    """Seven trajectories of four groups, whose report can be computed by hand."""
+    """Seven trajectories of four groups, whose statistics can be computed by hand."""
     trajectories = make_trajectories(policy, count=7)
     for i, trajectory in enumerate(trajectories):
         trajectory.reward = [1, -1, 0.5, 0, -0.5, -1, -1][i]
-        trajectory.group = trajectory.prompt_id = "aabcccd"[i]
+        trajectory.group = "aabcccd"[i]
         trajectory.finished = i < 5
-        trajectory.valid = None if i == 0 else i < 5
         trajectory.prompt_ids = [4] * [1, 3, 3, 4, 5, 6, 1][i]
         trajectory.response = f"line {i}\nnext"
         trajectory.response_ids = [3] * (i + 1)
@@ -20,44 +19,28 @@ def example(policy):
     return trajectories
 
 
-def test_report_against_a_computation_by_hand(tmp_path, policy):
-    about = {"task": "t", "sampling": {"top_k": 9}, "iteration": 2}
-    text = report([str(write(tmp_path / "a.parquet", policy, example(policy), **about))])
-    rows = {row[0]: row[1:] for row in map(str.split, text.splitlines()) if row}
-    assert rows["task"] == ["t"] and rows["sampling"] == ["{'top_k':", "9}"]
-    assert (rows["trajectories"], rows["groups"], rows["both_signs"]) == (["7"], ["4"], ["1"])
-    assert rows["positive_share"] == [str(2 / 7)]
-    # count, mean, standard deviation, min, median, 95%, max
-    assert rows["prompt_tokens"] == ["7", "3.286", "1.89", "1", "3", "5.7", "6"]
-    assert rows["log_mu"] == ["7", "-2", "1.08", "-3.5", "-2", "-0.65", "-0.5"]
-    assert rows["valid"][:2] == ["6", "0.6667"] and rows["finished"][1] == "0.7143"
-
-
-def test_several_files_are_read_as_one(tmp_path, policy):
+def test_statistics_of_several_files_against_a_computation_by_hand(run, tmp_path, policy):
     rows = example(policy)
-    whole = [str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))]
-    parts = []
-    for i in (0, 3, 6):
-        parts.append(str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i)))
-    assert report(parts) == report(whole).replace("iteration      1", "iteration      0 | 3 | 6")
-    assert list(samples(parts, 9)) == list(samples(whole, 9))
+    write(tmp_path / "a.parquet", policy, rows[:3], task="t", iteration=1)
+    write(tmp_path / "b.parquet", policy, rows[3:], task="t", iteration=2)
+    code, text, err = run(main, "inspect", "?.parquet", "--samples=0")
+    assert (code, err) == (0, "") and "---" not in text
+    shown = {row[0]: row[1:] for row in map(str.split, text.splitlines()) if row}
+    assert shown["task"] == ["t"] and "iteration" not in shown  # they differ
+    assert shown["group"][:2] == ["7", "4"]  # trajectories, groups
+    assert shown["finished"] == ["7", "2", "True", "5"]
+    # count, mean, standard deviation, min, quartiles, max
+    assert shown["prompt_tokens"] == ["7", "3.286", "1.89", "1", "2", "3", "4.5", "6"]
+    assert shown["log_mu"] == ["7", "-2", "1.08", "-3.5", "-2.75", "-2", "-1.25", "-0.5"]
 
 
-def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):
+def test_the_first_trajectories_are_shown_in_readable_text(run, tmp_path, policy):
     rows = example(policy)
     rows[0].response = "\x1b[2J" + "a" * 1000
     rows[0].gold = "8"
-    positive, negative = samples([str(write(tmp_path / "a.parquet", policy, rows))], 1)
-    assert positive.startswith("--- reward 1.0, finished True, answer None, gold 8\n[prompt]\n")
-    assert "\x1b" not in positive and "\\x1b[2Ja" in positive  # it must not steer the terminal
-    assert positive.endswith("a…") and negative.endswith("[response]\nline 1\nnext")
-
-
-def test_inspect_prints_report_and_samples(run, tmp_path, policy):
-    for name in "ab":
-        write(tmp_path / f"{name}.parquet", policy, example(policy))
-    code, out, err = run(main, "inspect", "?.parquet")
-    assert (code, err) == (0, "")
-    assert "trajectories   14" in out and out.count("--- reward") == 2
-    _, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
-    assert "trajectories   14" in out and "---" not in out
+    write(tmp_path / "a.parquet", policy, rows)
+    _, text, _ = run(main, "inspect", "a.parquet")
+    _, first, second = text.split("--- ")
+    assert first.startswith("reward 1.0, answer None, gold 8\n[prompt]\n")
+    assert "\x1b" not in first and "\\x1b[2Ja" in first  # it must not steer the terminal
+    assert first.endswith("a…\n\n") and second.endswith("[response]\nline 1\nnext\n")

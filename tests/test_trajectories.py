@@ -14,7 +14,7 @@ from conftest import ROOT, make_trajectories, write
 from topr.identity import policy_hash
 from topr.io import InputError
 from topr.trajectories import SCHEMA, batches, read_metadata, read_trajectories
-from topr.trajectories.file import resolve_files, write_table
+from topr.trajectories.file import resolve_files
 from topr.trajectories.rows import load_rows
 
 ROWS = 23
@@ -31,23 +31,9 @@ def table(good):
     return pq.read_table(good)
 
 
-def test_the_columns_are_those_of_the_design():
-    ids = pa.list_(pa.int32())
-    text = pa.string()
-    expected = {
-        "prompt_id": text, "group": text, "prompt": text, "prompt_ids": ids,
-        "response": text, "response_ids": ids, "ref_logprobs": pa.list_(pa.float32()),
-        "reward": pa.float32(), "finished": pa.bool_(), "valid": pa.bool_(), "answer": text,
-        "gold": text, "sampled": pa.list_(pa.bool_()),
-    }  # fmt: skip
-    assert SCHEMA.names == list(expected) and SCHEMA.types == list(expected.values())
-    nullable = [field.name for field in SCHEMA if field.nullable]
-    assert nullable == ["valid", "answer", "gold", "sampled"]
-
-
 def test_round_trip(tmp_path, policy):
     rows = make_trajectories(policy)
-    rows[3].valid, rows[3].answer, rows[3].gold = True, "7", "8"
+    rows[3].answer = "7"
     metadata = {"task": "t", "sampling": {"top_k": 0}, "iteration": 2}
     path = write(tmp_path / "a.parquet", policy, rows, **metadata)
     for row in rows:
@@ -70,67 +56,46 @@ def replace(table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> p
     return table.set_column(table.schema.get_field_index(name), name, column)
 
 
-def read(path) -> None:
-    read_metadata(path)
-    list(batches(path, 20, 64))
+def check(table: pa.Table, path) -> None:
+    """Write a file and read it."""
+    pq.write_table(table, path)
+    list(batches(path, vocabulary=20, max_tokens=64))
 
 
 def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table):
-    path = tmp_path / "large.parquet"
     tables = [table] * (10_000 // ROWS)
-    write_table(path, pa.concat_tables(tables), {})
-    assert sum(len(part) for part in batches(path)) == len(tables) * ROWS
+    check(pa.concat_tables(tables), tmp_path / "large.parquet")
     bad = edit(table, "reward", 22, math.nan).cast(table.schema)
-    write_table(path, pa.concat_tables([*tables, bad]), {})
     row = len(tables) * ROWS + 22
     with pytest.raises(InputError, match=rf"row {row} \(prompt '5'\): the reward is NaN"):
-        read(path)
+        check(pa.concat_tables([*tables, bad]), tmp_path / "large.parquet")
 
 
 BAD_VALUES = {
-    "empty prompt": ("prompt_ids", [], "prompt_ids is empty"),
-    "empty response": ("response_ids", [], "the response is empty"),
-    "missing log-prob": ("ref_logprobs", lambda old: old[1:], "differ in length"),
+    "empty response": ("response_ids", [], "the prompt or the response is empty"),
+    "missing log-prob": ("ref_logprobs", lambda old: old[1:], "ref_logprobs differ in length"),
     "NaN log-prob": ("ref_logprobs", lambda old: [*old[:-1], math.nan], "ref_logprobs must"),
-    "infinite log-prob": ("ref_logprobs", lambda old: [-math.inf, *old[1:]], "ref_logprobs must"),
     "positive log-prob": ("ref_logprobs", lambda old: [0.5, *old[1:]], "ref_logprobs must"),
-    "null log-prob": ("ref_logprobs", lambda old: [None, *old[1:]], "ref_logprobs must"),
-    "null id": ("response_ids", lambda old: [*old[:-1], None], "response_ids holds"),
-    "negative id": ("prompt_ids", lambda old: [-1, *old[1:]], "prompt_ids holds"),
-    "unknown id": ("response_ids", lambda old: [*old[:-1], 20], "response_ids holds"),
+    "null id": ("response_ids", lambda old: [*old[:-1], None], "an id is null or outside"),
+    "unknown id": ("prompt_ids", lambda old: [20, *old[1:]], "an id is null or outside"),
+    "missing mark": ("sampled", lambda old: old[1:], "sampled differ in length"),
     "too many tokens": ("prompt_ids", [3] * 64, "more tokens than 64 .data.microbatch_tokens"),
     "NaN reward": ("reward", math.nan, "the reward is NaN"),
-    "huge reward": ("reward", -1e30, "the reward is NaN or beyond"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
     column, value, words = BAD_VALUES[name]
-    for row in (0, 11, ROWS - 1):
-        pq.write_table(edit(table, column, row, value), tmp_path / "bad.parquet")
-        place = rf"bad.parquet, row {row} \(prompt '{row // 4}'\)"
-        with pytest.raises(InputError, match=f"{place}: .*{words}"):
-            read(tmp_path / "bad.parquet")
-
-
-def test_marks_of_sampled_tokens_must_fit_the_response(tmp_path, table):
     marks = []
     for row, ids in enumerate(table["response_ids"].to_pylist()):
-        marks.append([i > 0 or len(ids) == 1 for i in range(len(ids))] if row % 2 else None)
-    good = table.append_column("sampled", pa.array(marks))
-    path = tmp_path / "a.parquet"
-    pq.write_table(good, path)
-    read(path)
-    for value in (
-        lambda old: old[1:],
-        lambda old: [*old, True],
-        lambda old: [*old[:-1], None],
-        lambda old: [False] * len(old),
-    ):
-        pq.write_table(edit(good, "sampled", 11, value), path)
-        with pytest.raises(InputError, match=r"row 11 .*sampled must mark each response token"):
-            read(path)
+        marks.append(None if row == 1 else [True] * len(ids))
+    marked = table.append_column("sampled", pa.array(marks))
+    check(marked, tmp_path / "good.parquet")
+    for row in (0, 11, ROWS - 1):
+        place = rf"bad.parquet, row {row} \(prompt '{row // 4}'\)"
+        with pytest.raises(InputError, match=f"{place}: .*{words}"):
+            check(edit(marked, column, row, value), tmp_path / "bad.parquet")
 
 
 def test_the_bounds_themselves_are_accepted(tmp_path, table):
@@ -140,32 +105,15 @@ def test_the_bounds_themselves_are_accepted(tmp_path, table):
         "ref_logprobs": lambda old: [0.0, *old[1:]],
         "reward": -1e6,
     }.items():
-        pq.write_table(edit(table, column, 5, value), path)
-        read(path)
-    write_table(path, table.slice(5, 1), {})
-    [row] = read_trajectories(path)
-    tokens = len(row.prompt_ids) + len(row.response_ids)
-    list(batches(path, 20, tokens))
-    with pytest.raises(InputError, match=f"more tokens than {tokens - 1}"):
-        list(batches(path, 20, tokens - 1))
+        check(edit(table, column, 5, value), path)
 
 
 @pytest.mark.parametrize("name", [field.name for field in SCHEMA if not field.nullable])
-def test_a_missing_column_and_a_null_are_named(tmp_path, table, name):
-    for bad in (table.drop_columns([name]), edit(table, name, 3, None)):
-        pq.write_table(bad, tmp_path / "bad.parquet")
-        with pytest.raises(InputError, match=f"bad.parquet .*{name}"):
-            read(tmp_path / "bad.parquet")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("reward", "good"), ("reward", True), ("prompt_ids", [2**40]), ("answer", {"a": 1})],
-)
-def test_a_column_of_a_wrong_type_is_rejected(tmp_path, table, name, value):
-    pq.write_table(replace(table, name, pa.array([value] * ROWS)), tmp_path / "bad.parquet")
-    with pytest.raises(InputError, match="bad.parquet"):
-        read(tmp_path / "bad.parquet")
+def test_a_missing_column_a_null_and_a_wrong_type_are_named(tmp_path, table, name):
+    wrong_type = replace(table, name, pa.array([{"a": 1}] * ROWS))
+    for bad in (table.drop_columns([name]), edit(table, name, 3, None), wrong_type):
+        with pytest.raises(InputError, match="bad.parquet cannot be read"):
+            check(bad, tmp_path / "bad.parquet")
 
 
 def test_columns_in_another_order_and_width_hold_the_same_trajectories(tmp_path, good, table):
@@ -192,22 +140,15 @@ def test_a_damaged_file_is_rejected(tmp_path, good):
     (tmp_path / "damaged.parquet").write_bytes(damaged)
     for name, reason in {"cut": "", "text": "", "damaged": ".*CRC"}.items():
         with pytest.raises(InputError, match=f"{name}.parquet cannot be read {reason}"):
-            read(tmp_path / f"{name}.parquet")
+            list(batches(tmp_path / f"{name}.parquet"))
 
 
-def test_another_schema_is_rejected_and_missing_metadata_is_unknown(tmp_path, table):
+def test_missing_metadata_are_unknown_and_missing_rows_are_rejected(tmp_path, table):
     path = tmp_path / "a.parquet"
-    pq.write_table(table.replace_schema_metadata({"topr": '{"schema": 2}'}), path)
-    with pytest.raises(InputError, match="a.parquet has schema 2"):
-        read_metadata(path)
-    pq.write_table(table.replace_schema_metadata(None), path)
+    check(table.replace_schema_metadata(None), path)
     assert set(read_metadata(path).values()) == {None}
-
-
-def test_a_file_without_trajectories_is_rejected(tmp_path, table):
-    write_table(tmp_path / "empty.parquet", table.slice(0, 0), {})
-    with pytest.raises(InputError, match="empty.parquet holds no trajectory"):
-        read(tmp_path / "empty.parquet")
+    with pytest.raises(InputError, match="a.parquet holds no trajectory"):
+        check(table.slice(0, 0), path)
 
 
 def test_files_are_found_by_path_glob_and_list(tmp_path, good):
@@ -215,13 +156,10 @@ def test_files_are_found_by_path_glob_and_list(tmp_path, good):
     for name in (b, a, c):
         (tmp_path / name).write_bytes(good.read_bytes())
     assert resolve_files(a) == [a]
-    assert resolve_files(str(tmp_path / "*.parquet")) == [a, b, c]
-    assert resolve_files([b, str(tmp_path / "[a]*")]) == [b, a]
+    assert resolve_files([b, str(tmp_path / "*.parquet")]) == [b, a, c]
     for missing in (str(tmp_path / "x*"), "nowhere.parquet", "some-organisation/some-data", ""):
         with pytest.raises(InputError, match="^inspect: '.*' is no file, glob or hub data set"):
             resolve_files(missing, "inspect")
-    with pytest.raises(InputError, match="a.parquet twice"):
-        resolve_files([a, str(tmp_path / "*.parquet")])
 
 
 REQUIRED = {"prompt": (str,)}
@@ -240,11 +178,10 @@ def test_rows_come_from_json_lines_and_parquet(tmp_path):
 
 @pytest.mark.parametrize(("suffix", "compression"), [("gz", "gzip"), ("zst", "zstd")])
 def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, compression):
-    rows = [GOOD | {"id": i} for i in range(9)]
     path = tmp_path / f"a.jsonl.{suffix}"
     with pa.output_stream(path, compression=compression) as file:
-        file.write("\n".join(map(json.dumps, rows)).encode())
-    assert load_rows(path, REQUIRED, OPTIONAL) == rows
+        file.write(json.dumps(GOOD).encode())
+    assert load_rows(path, REQUIRED, OPTIONAL) == [GOOD]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError, match="cannot be read"):
         load_rows(path, REQUIRED, OPTIONAL)
@@ -253,7 +190,7 @@ def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, comp
 BAD_LINES = {
     "cut off": (b'{"prompt": "1", "id"', "cannot be read"),
     "no UTF-8": (b'{"prompt": "\xff"}', "cannot be read"),
-    "a list": (b"[1]", "row 2: expected a JSON object, found list"),
+    "a list": (b"[1]", r"row 2: expected a JSON object, found \[1\]"),
     "missing key": (b'{"id": 1}', "row 2: key 'prompt' holds None, expected str"),
     "boolean": (b'{"prompt": "1", "id": true}', "row 2: key 'id' holds True, expected str or int"),
 }

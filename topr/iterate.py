@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from topr.io import InputError, check_folder, lock, write_text
 from topr.policy import resolve_policy
 from topr.runs import DECISIVE, setting
 from topr.trajectories import Trajectory, read_metadata
-from topr.trajectories.curate import Curation, Way, curate
+from topr.trajectories.curate import Way, curate
 
 TRAIN = str(Path(__file__).parent.parent / "train.py")
 LOGGER = "--trainer.logger.init_args"
@@ -112,7 +112,8 @@ class Driver:
                 self.predict(
                     policy, folder / "samples", seed, data["problems"], self.pool or data["samples"]
                 )
-                rows[-1]["curation"] = select(folder, replace(self.curation, seed=seed), number)
+                options = self.curation | {"seed": seed, "iteration": number}
+                rows[-1]["curation"] = select(folder, options)
                 policy = str(self.fit(policy, folder, seed) / "policy")
             labelled = {f"iteration {place}": row for place, row in enumerate(rows)}
             text = write_report(out, {"iterations": rows}, labelled)
@@ -123,12 +124,15 @@ class Driver:
         samples = config["data"]["samples"]
         if self.curate != "share":
             self.budget = self.budget or samples
-        self.curation = Curation(self.curate, self.budget, self.share, self.total)
+        elif self.share is None:
+            raise InputError("share needs --share")
+        self.curation: dict[str, Any] = {"way": self.curate, "budget": self.budget}
+        self.curation |= {"share": self.share, "total": self.total}
         logger = config["trainer"]["logger"]["init_args"]
         out = self.out or Path(logger["save_dir"], f"{logger['name']}-iterated")
         check_folder("--out", out)
         lock(out)
-        check_same(out, config, asdict(self.curation), self.seed, self.pool or samples)
+        check_same(out, config, self.curation, self.seed, self.pool or samples)
         return out
 
     def load_config(self) -> dict[str, Any]:
@@ -182,12 +186,12 @@ class Driver:
         return run
 
 
-def select(folder: Path, curation: Curation, iteration: int) -> dict[str, Any]:
+def select(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Write train.parquet, a selection of the samples in a folder; figures of it."""
     chosen = folder / "train.parquet"
     if not chosen.exists():
         files = sorted(map(str, (folder / "samples").glob("part-*.parquet")))
-        curate(files, chosen, curation, iteration)
+        curate(files=files, out=chosen, **options)
     return read_metadata(chosen)["sampling"]["curation"]
 
 

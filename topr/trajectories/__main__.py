@@ -1,86 +1,65 @@
 """The command `python -m topr.trajectories`: import, inspect, curate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt
 
 from topr.commands import ArgumentParser, command, printable
 from topr.io import InputError, check_folder
-from topr.trajectories.curate import Curation, curate, figures, reward_and_group
-from topr.trajectories.file import (
-    METADATA_KEYS,
-    SCHEMA,
-    batches,
-    expand_globs,
-    read_metadata,
-    resolve_files,
-)
+from topr.trajectories.curate import Way, common_metadata, curate
+from topr.trajectories.file import batches, expand_globs, resolve_files
 from topr.trajectories.importing import import_files
 from topr.trajectories.rows import EXPECTED
 
 
-def report(files: list[str]) -> str:
-    """Statistics of trajectory files, read as one set. Raises an InputError for a bad one."""
+def inspect(files: list[str], samples: NonNegativeInt = 2) -> None:
+    """Print what files have in common, statistics of their trajectories, and the first ones.
+
+    Args:
+        files: trajectory files, read as one set
+        samples: trajectories to show
+    """
     import pandas as pd
 
-    facts: dict[str, Any] = {}
-    metadata = [read_metadata(file) for file in files]
-    for key in METADATA_KEYS:  # each value once
-        facts[key] = " | ".join(dict.fromkeys(str(entry[key]) for entry in metadata))
-    facts |= figures(*reward_and_group(files))
-    lines = [f"{name:<14} {value}" for name, value in facts.items()]
-    rows = pd.concat(statistics(table) for file in files for table in batches(file))
-    table = rows.describe(percentiles=[0.5, 0.95]).T  # a row of statistics for each column
-    return "\n".join([*lines, "", table.to_string(float_format="{:,.4g}".format)])
+    for key, value in common_metadata(files).items():
+        print(f"{key:<10} {value}")
+    tables = [statistics(table) for file in files for table in batches(file)]
+    table = pd.concat(tables).describe(include="all").T
+    print(table.to_string(float_format="{:,.4g}".format, na_rep=""))
+    first = next(batches(files[0]))
+    for row in first.slice(0, samples).to_pylist():
+        print(f"\n--- reward {row['reward']}, answer {row['answer']}, gold {row['gold']}")
+        print(f"[prompt]\n{printable(row['prompt'], 1000)}")
+        print(f"[response]\n{printable(row['response'], 1000)}")
 
 
 def statistics(table: pa.Table) -> Any:
-    """A data frame with a row for each trajectory; `valid` is NaN where not graded."""
-    rows = table.select(["reward", "finished", "valid"]).to_pandas().astype(float)
-    rows["prompt_tokens"] = pc.list_value_length(table["prompt_ids"]).to_numpy()
-    rows["response_tokens"] = pc.list_value_length(table["response_ids"]).to_numpy()
-    rows["log_mu"] = [log_probs.sum() for log_probs in table["ref_logprobs"].to_numpy()]
+    """A data frame with a row for each trajectory."""
+    rows = table.drop_columns(["prompt", "response", "sampled"]).to_pandas()
+    rows["prompt_tokens"] = rows.pop("prompt_ids").map(len)
+    rows["response_tokens"] = rows.pop("response_ids").map(len)
+    rows["log_mu"] = rows.pop("ref_logprobs").map(np.sum)
     return rows
 
 
-def samples(files: list[str], count: int) -> Iterator[str]:
-    """The first `count` positives and others of trajectory files, as text."""
-    import pyarrow.dataset as ds
-
-    trajectories = ds.dataset(files, schema=SCHEMA)
-    reward = pc.field("reward")
-    for chosen in (reward > 0, reward <= 0):
-        for row in trajectories.head(count, filter=chosen).to_pylist():
-            facts = [f"{key} {row[key]}" for key in ("reward", "finished", "answer", "gold")]
-            text = f"--- {', '.join(facts)}\n[prompt]\n{row['prompt']}\n[response]\n"
-            yield printable(text, 1000) + printable(row["response"], 1000)
+COMMANDS: dict[str, Callable] = {"import": import_files, "inspect": inspect, "curate": curate}
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m topr.trajectories", description="Make, inspect, select trajectory files."
-    )
+    parser = ArgumentParser(prog="python -m topr.trajectories")
     commands = parser.add_subcommands()
-    converter = ArgumentParser(description="Tokenise responses with rewards, and score log mu.")
-    converter.add_argument("files", nargs="+", type=str, help=f"{EXPECTED}; globs are expanded")
-    converter.add_function_arguments(import_files, as_group=False, skip={"files"})
-    commands.add_subcommand("import", converter)
-
-    trajectory_files = "trajectory files, read as one set; globs are expanded"
-    inspector = ArgumentParser(description="Report on trajectory files and show samples.")
-    inspector.add_argument("files", nargs="+", type=str, help=trajectory_files)
-    inspector.add_argument("--samples", type=NonNegativeInt, default=1, help="samples of each sign")
-    commands.add_subcommand("inspect", inspector)
-
-    selector = ArgumentParser(description="Select the trajectories to train on.")
-    selector.add_class_arguments(Curation, as_group=False, as_positional=True)
-    selector.add_argument("files", nargs="+", type=str, help=trajectory_files)
-    selector.add_function_arguments(curate, as_group=False, skip={"files", "curation"})
-    commands.add_subcommand("curate", selector)
+    files = f"trajectory files; for import {EXPECTED}; globs are expanded"
+    for name, function in COMMANDS.items():
+        subparser = ArgumentParser()
+        if name == "curate":
+            subparser.add_argument("way", type=Way)
+        subparser.add_argument("files", nargs="+", type=str, help=files)
+        subparser.add_function_arguments(function, skip={"way", "files"})
+        commands.add_subcommand(name, subparser)
     return parser
 
 
@@ -96,21 +75,13 @@ def main() -> None:
         args = make_parser().parse_args()
         name = args.subcommand
         options = args[name].as_dict()
-        resolve = expand_globs if name == "import" else resolve_files
-        files = options["files"] = resolve(options["files"], name)
-        if name == "inspect":
-            print(report(files), *samples(files, options["samples"]), sep="\n\n")
-            return
-        out = options["out"]
-        check_out(out, files)
-        if name == "import":
-            too_long = import_files(**options)
-            print(f"{report([out])}\nleft out as too long: {too_long}")
-        else:
-            given = {key: options.pop(key) for key in ("files", "out", "iteration")}
-            done = curate(**given, curation=Curation(**options))
-            for fact, before in done["before"].items():
-                print(f"{fact:<14} {before} -> {done['after'][fact]}")
+        files = expand_globs(options["files"])
+        if name != "import":
+            files = resolve_files(files, name)
+        options["files"] = files
+        if "out" in options:
+            check_out(options["out"], files)
+        COMMANDS[name](**options)
 
 
 if __name__ == "__main__":

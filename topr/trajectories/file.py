@@ -2,10 +2,7 @@
 
 import glob
 import json
-import os
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,16 +61,14 @@ METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling
 def write_trajectories(
     path: str | Path, trajectories: Iterable[Trajectory], metadata: dict[str, Any]
 ) -> None:
-    """Write a trajectory file atomically. Absent `METADATA_KEYS` become null."""
+    """Write a trajectory file atomically, with metadata of `METADATA_KEYS`."""
     rows = [vars(trajectory) for trajectory in trajectories]
     write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
 
 
 def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> None:
-    """`write_trajectories` for a table with the columns of `SCHEMA`."""
-    known = {key: metadata.get(key) for key in METADATA_KEYS}
-    known["schema"] = SCHEMA_VERSION
-    table = _with_schema(table)
+    """`write_trajectories` for a table of `SCHEMA`."""
+    known = metadata | {"schema": SCHEMA_VERSION}
     if table["sampled"].null_count == len(table):  # the column is written for conversations only
         table = table.drop_columns("sampled")
     table = table.replace_schema_metadata({"topr": json.dumps(known)})
@@ -84,29 +79,22 @@ def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> 
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """All rows of a trajectory file. Raises an InputError as `read_metadata` and `batches` do."""
-    read_metadata(path)
+    """All rows of a trajectory file. Raises an InputError as `batches` does."""
     return [Trajectory(**row) for table in batches(path) for row in table.to_pylist()]
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Metadata by `METADATA_KEYS`. Raises an InputError unless it is a trajectory file."""
-    with _open(path) as file:
-        _with_schema(file.schema_arrow.empty_table())  # pyarrow names a missing or wrong column
-        boolean = pa.types.is_boolean(file.schema_arrow.field("reward").type)
-        metadata = json.loads((file.metadata.metadata or {}).get(b"topr", b"{}"))
-    if boolean:  # false would become 0, which is no negative
-        raise InputError(f"{path}: column 'reward' has type bool; write +1 and -1")
-    version = metadata.get("schema")
-    if version not in (None, SCHEMA_VERSION):
-        raise InputError(f"{path} has schema {version}, expected {SCHEMA_VERSION}; import it again")
-    return {key: metadata.get(key) for key in METADATA_KEYS}
+    """Metadata by `METADATA_KEYS`, None where unknown. Raises an InputError if the file is no
+    Parquet file."""
+    with explained(f"{path} cannot be read", remedy=REMEDY):
+        stored = pq.read_schema(path).metadata or {}
+        return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
 
 
 def batches(
     path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**31
 ) -> Iterator[pa.Table]:
-    """Read a trajectory file in tables of `SCHEMA`.
+    """Read a trajectory file in tables of `SCHEMA`, and check every row.
 
     Args:
         path: trajectory file.
@@ -117,12 +105,19 @@ def batches(
         InputError: for the first bad row, or if there is no row.
     """
     start = 0
-    with _open(path) as file:
+    with (
+        explained(f"{path} cannot be read", remedy=REMEDY),
+        pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file,
+    ):
         for batch in file.iter_batches(batch_size=8192, columns=SCHEMA.names):
-            table = _with_schema(pa.Table.from_batches([batch]))
-            for problem, good in _checks(table, vocabulary, max_tokens).items():
-                if not good.all():
-                    row = int(np.argmin(good))
+            table = pa.Table.from_batches([batch])
+            if "sampled" not in table.column_names:
+                table = table.append_column("sampled", pa.nulls(len(table)))
+            # pyarrow names a missing column, a wrong type and a null
+            table = table.select(SCHEMA.names).cast(SCHEMA)
+            for problem, bad in _problems(table, vocabulary, max_tokens).items():
+                if bad.any():
+                    row = int(np.argmax(bad))
                     prompt = table["prompt_id"][row]
                     raise InputError(f"{path}, row {start + row} (prompt '{prompt}'): {problem}")
             yield table
@@ -131,88 +126,57 @@ def batches(
         raise InputError(f"{path} holds no trajectory; {REMEDY}")
 
 
-@contextmanager
-def _open(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file; errors of pyarrow, also while its rows are read, become InputErrors."""
-    errors = (OSError, ValueError, KeyError, pa.ArrowException)
-    with explained(f"{path} cannot be read", errors, REMEDY):  # noqa: SIM117
-        with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-            yield file
-
-
-def _with_schema(table: pa.Table) -> pa.Table:
-    """The table's columns cast to `SCHEMA`; only `sampled` may be missing."""
-    if "sampled" not in table.column_names:
-        table = table.append_column("sampled", pa.nulls(len(table)))
-    return table.select(SCHEMA.names).cast(SCHEMA)
-
-
-def _checks(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
-    """What may be wrong with a row, and for each row whether it is right."""
-    prompt, response, scored = (
-        pc.list_value_length(table[name]).to_numpy()
-        for name in ("prompt_ids", "response_ids", "ref_logprobs")
-    )
-    prompt_known = _count_within(table["prompt_ids"], 0, vocabulary - 1)
-    response_known = _count_within(table["response_ids"], 0, vocabulary - 1)
-    sampled = table["sampled"]
-    all_marked = _count_within(sampled, 0, 1) == response
-    marks_fit = all_marked & (_count_within(sampled, 1, 1) > 0)
-    ids = f"holds an id that is null or outside [0, {vocabulary - 1}]"
+def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
+    """What may be wrong with a row, and the rows with which it is."""
+    prompt = pc.list_value_length(table["prompt_ids"]).to_numpy()
+    response = pc.list_value_length(table["response_ids"]).to_numpy()
+    scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
+    marked = pc.list_value_length(table["sampled"]).fill_null(-1).to_numpy()
+    unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
+    unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
+    unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
+    unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
-        "prompt_ids is empty": prompt > 0,
-        "the response is empty; drop the row or store its end token": response > 0,
-        "response_ids and ref_logprobs differ in length": response == scored,
-        f"prompt_ids {ids}": prompt_known == prompt,
-        f"response_ids {ids}": response_known == response,
-        f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": scored
-        == _count_within(table["ref_logprobs"], -LARGEST, 0),
-        "sampled must mark each response token, at least one as true": marks_fit
-        | sampled.is_null().to_numpy(),
-        f"the reward is NaN or beyond +-{LARGEST:.0f}": abs(table["reward"].to_numpy()) <= LARGEST,
-        f"it holds more tokens than {limit}": prompt + response <= max_tokens,
+        "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
+        "response_ids and ref_logprobs differ in length": response != scored,
+        "response_ids and sampled differ in length": (marked != response) & (marked >= 0),
+        f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
+        f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
+        f"it holds more tokens than {limit}": prompt + response > max_tokens,
     }
 
 
-def _count_within(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
-    """For each row, how many of its values lie in [low, high]; NaN and null do not."""
-    lists = lists.combine_chunks()
-    values = lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
-    rows = pc.list_parent_indices(lists).to_numpy()
-    return np.bincount(rows, (values >= low) & (values <= high), len(lists))
+def _outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
+    """Whether any value of a row is outside [low, high], NaN or null."""
+    values = pc.list_flatten(lists).cast(pa.float64()).to_numpy()  # null becomes NaN
+    row_of_value = pc.list_parent_indices(lists).to_numpy()
+    inside = (values >= low) & (values <= high)
+    return np.bincount(row_of_value, ~inside, len(lists)) > 0
 
 
-def expand_globs(entries: list[str], key: str) -> list[str]:
-    """Entries with globs expanded; an InputError, in which `key` names the argument, for one that
-    is named twice."""
+def expand_globs(entries: list[str]) -> list[str]:
+    """The files that globs match, each once; other entries as they are."""
     files: list[str] = []
     for entry in entries:
-        found = [] if os.path.exists(entry) else sorted(glob.glob(entry))
-        files += found or [entry]
-    if len(set(files)) < len(files):
-        raise InputError(f"{key} names {max(files, key=files.count)} twice; give every file once")
-    return files
+        files += sorted(glob.glob(entry)) or [entry]
+    return list(dict.fromkeys(files))
 
 
 def resolve_files(entries: str | list[str], key: str = "data.train") -> list[str]:
     """Trajectory files of paths, globs and hub data sets; `key` names the argument in errors."""
     files: list[str] = []
-    for entry in expand_globs([entries] if isinstance(entries, str) else entries, key):
-        files += [entry] if os.path.isfile(entry) else _download(entry, key)
-    return files
-
-
-def _download(name: str, key: str) -> list[str]:
-    """The Parquet files of a hub data set."""
-    files: list[str] = []
-    what = f"{key}: {name!r} is no file, glob or hub data set"
-    if re.fullmatch(r"[\w.-]+/[\w-]+", name):
+    for entry in expand_globs([entries] if isinstance(entries, str) else entries):
+        if Path(entry).is_file():
+            files.append(entry)
+            continue
         from huggingface_hub import snapshot_download
 
-        with explained(what, (OSError, ValueError), REMEDY):
-            folder = snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet")
-        files = sorted(map(str, Path(folder).rglob("*.parquet")))
+        what = f"{key}: {entry!r} is no file, glob or hub data set"
+        with explained(what, remedy=REMEDY):
+            folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
+        files += sorted(map(str, Path(folder).rglob("*.parquet")))
     if not files:
-        raise InputError(f"{what}; {REMEDY}")
+        raise InputError(f"{key} names no Parquet file; {REMEDY}")
     return files

@@ -1,8 +1,5 @@
 """Import of users' files: recognise the format, tokenise, score log mu."""
 
-import hashlib
-import os
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import PositiveInt
@@ -16,23 +13,19 @@ if TYPE_CHECKING:
 
 Precision = Literal["32-true", "bf16-mixed"]
 Messages = list[dict[str, Any]]
-# Keys of prompt, response and reward, the first that a row has; "": the response begins with the
-# prompt. Of a pair, the better response and the worse one.
-FORMATS = (
-    ("prompt", "response", "reward"),
-    ("", "messages", "reward"),
-    ("prompt", "completion", "label"),  # huggingface.co/docs/trl/dataset_formats
-    ("prompt", "chosen", "rejected"),
-    ("", "chosen", "rejected"),
-    ("input", "output", "score"),  # verl, trainer.rollout_data_dir
-    ("input", "output", "reward"),  # OpenRLHF, batch_inference --eval_task rm
-)
+NAMES = {  # what other formats call the keys of the plain one
+    "messages": "response",
+    "completion": "response",  # TRL: huggingface.co/docs/trl/dataset_formats
+    "label": "reward",
+    "input": "prompt",  # verl, trainer.rollout_data_dir; OpenRLHF, batch_inference --eval_task rm
+    "output": "response",
+    "score": "reward",
+    "gts": "gold",
+}
 OPTIONAL: Types = {
     "prompt_id": (str, int),
     "group": (str, int),
     "finished": (bool,),
-    "valid": (bool,),
-    "answer": (str, int, float),
     "gold": (str, int, float),
 }
 
@@ -43,8 +36,8 @@ def import_files(
     out: str,
     microbatch_tokens: PositiveInt = 16384,
     precision: Precision = "32-true",
-) -> int:
-    """Write the rows of files in one of `FORMATS` as trajectories, with log mu of a policy.
+) -> None:
+    """Write the rows of files as trajectories, with log mu of a policy.
 
     A text prompt gets special tokens, chat messages the tokenizer's template. A finished response,
     which is the default, gets an end token unless it has one. Boolean rewards become +-1.
@@ -55,9 +48,6 @@ def import_files(
         out: trajectory file to write
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
-
-    Returns:
-        How many trajectories were left out because they are too long.
 
     Raises:
         InputError: for a bad row, or if no row is left.
@@ -74,7 +64,7 @@ def import_files(
     for file in files:
         for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
             try:
-                trajectories += read_row(row, empty)
+                trajectories += [tokenise(plain, empty) for plain in plain_rows(row)]
             except InputError as error:
                 raise InputError(f"{file}, row {number}: {error}") from error
     limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
@@ -86,91 +76,69 @@ def import_files(
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
     write_trajectories(out, kept, provenance(policy, precision))
-    return len(trajectories) - len(kept)
+    print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
 
 
-def read_row(row: Row, policy: "Policy") -> list[Trajectory]:
-    """The trajectories of a row, without log mu: two of a pair (none if they are equal), or one."""
-    row = {key: value for key, value in row.items() if value is not None}
-    prompt_key, key, reward_key = recognise(row)
-    prompt = row.get(prompt_key)
-    response = row[key]
-    last = row[reward_key]
-    if "gts" in row:  # verl's name
-        row["gold"] = row["gts"]
-    if key != "chosen":
-        reward = read_reward(last, reward_key)
-        return [tokenise(row, *split(prompt, response, key == "messages"), reward, policy)]
-    if response == last:
-        warnings.warn("pairs of equal responses are left out", stacklevel=2)
-        return []
-    if prompt is None and isinstance(response, str):
-        prompt = os.path.commonprefix([response, last]).rstrip(" ")
-        response = response.removeprefix(prompt)
-        last = last.removeprefix(prompt)
-    chosen = tokenise(row, *split(prompt, response), 1.0, policy)
-    rejected = tokenise(row, *split(prompt, last), -1.0, policy)
-    if chosen.prompt != rejected.prompt:
-        raise InputError("chosen and rejected must differ in their last message alone")
-    return [chosen, rejected]
+def plain_rows(row: Row) -> list[Row]:
+    """A row in the plain format, or two rows of a pair."""
+    row = {key: value for key, value in row.items() if value is not None}  # Parquet adds nulls
+    renamed = {name: row[key] for key, name in NAMES.items() if key in row}
+    row = renamed | row
+    if {"chosen", "rejected"} <= row.keys():
+        pair = []
+        for key, reward in (("chosen", True), ("rejected", False)):
+            prompt, response = row.get("prompt"), row[key]
+            if isinstance(response, list) and not isinstance(prompt, list):
+                prompt, response = response[:-1], response[-1:]  # only the last answer was judged
+            pair.append(row | {"prompt": prompt, "response": response, "reward": reward})
+        return pair
+    if not {"response", "reward"} <= row.keys():
+        raise InputError(f"found the keys {', '.join(row)}; expected prompt, response and reward")
+    return [row]
 
 
-def recognise(row: Row) -> tuple[str, str, str]:
-    """The first of `FORMATS` whose keys a row has."""
-    for keys in FORMATS:
-        if set(keys) - {""} <= row.keys():
-            return keys
-    formats = "; ".join(" ".join(keys).strip() for keys in FORMATS)
-    raise InputError(f"found the keys {', '.join(row)}; expected those of one: {formats}")
-
-
-def read_reward(value: Any, key: str) -> float:
+def read_reward(value: Any) -> float:
     """A number as it is; true is +1 and false -1."""
-    if isinstance(value, bool):
-        return 1.0 if value else -1.0
-    if key == "label" or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        expected = "true, false" if key == "label" else f"a number up to {LARGEST:.0f}"
-        raise InputError(f"key {key!r} holds {value!r:.20}, expected {expected}")
-    return float(value)
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        expected = f"true, false or a number up to {LARGEST:.0f}"
+        raise InputError(f"the reward is {value!r:.20}, expected {expected}")
+    return 2.0 * value - 1.0 if isinstance(value, bool) else float(value)
 
 
-def split(
-    prompt: Any, response: Any, every_turn: bool = False
-) -> tuple[str | Messages, str | Messages]:
-    """Prompt and response; of messages, the response is the last one, or with `every_turn` all
-    from the first of the assistant."""
-    if prompt is None or not isinstance(response, str):
-        messages = check_messages(response)
-        roles = [message["role"] for message in messages]
-        if roles[-1] != "assistant" or (len(roles) > 1 and isinstance(prompt, list)):
-            raise InputError("messages must end in one answer of the assistant")
-        first = roles.index("assistant") if every_turn else -1
-        answer = messages[first]
-        is_text = messages[first:] == [answer] and "tool_calls" not in answer
-        response = answer["content"] if is_text else messages[first:]
-        prompt = messages[:first] or prompt  # a text beside messages repeats their question
-    return prompt if isinstance(prompt, str) else check_messages(prompt), response
-
-
-def check_messages(value: Any) -> Messages:
+def read_messages(value: Any) -> Messages:
     """Chat messages without the nulls that Parquet adds; an InputError if they are none."""
     messages = []
-    for message in value if isinstance(value, list) and value else [None]:
-        known = message if isinstance(message, dict) else {}
-        known = {key: part for key, part in known.items() if part is not None}
-        if "role" not in known or not known.keys() & {"content", "tool_calls"}:
-            raise InputError(f"found {value!r:.60}, expected chat messages with role and content")
-        messages.append(known)
+    for message in value if isinstance(value, list) and value else [value]:
+        if not isinstance(message, dict) or "role" not in message:
+            raise InputError(f"found {message!r:.60}, expected chat messages with role and content")
+        messages.append({key: part for key, part in message.items() if part is not None})
     return messages
 
 
-def tokenise(
-    row: Row, prompt: str | Messages, response: str | Messages, reward: float, policy: "Policy"
-) -> Trajectory:
-    """A trajectory without log mu."""
+def split(prompt: Any, response: Any) -> tuple[Any, Any]:
+    """Prompt and response: text, or messages from the first answer of the assistant on. A prompt
+    beside a whole conversation repeats its question."""
+    if isinstance(response, str):
+        return prompt if isinstance(prompt, str) else read_messages(prompt), response
+    messages = read_messages(response)
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant":
+        raise InputError("messages must end in an answer of the assistant")
+    start = roles.index("assistant")
+    question = messages[:start] or read_messages(prompt)
+    turns = messages[start:]
+    if len(turns) == 1 and "tool_calls" not in turns[0]:
+        return question, turns[0].get("content", "")
+    return question, turns
+
+
+def tokenise(row: Row, policy: "Policy") -> Trajectory:
+    """The trajectory of a plain row, without log mu."""
+    from topr.identity import content_hash
     from topr.policy import encode, encode_prompt
 
     finished = row.get("finished", True)
+    prompt, response = split(row.get("prompt"), row["response"])
     text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
     sampled = None
     if isinstance(response, str):
@@ -181,26 +149,24 @@ def tokenise(
         response, response_ids, sampled = tokenise_turns(prompt, response, finished, policy)
     if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
-    digest = hashlib.sha256(text.encode()).hexdigest()  # the same in every file
-    names = {key: str(row[key]) for key in ("prompt_id", "group", "answer", "gold") if key in row}
-    names.setdefault("prompt_id", f"prompt-{digest[:12]}")
-    names.setdefault("group", names["prompt_id"])
+    prompt_id = str(row.get("prompt_id", content_hash(text)))
     return Trajectory(
+        prompt_id=prompt_id,
+        group=str(row.get("group", prompt_id)),
         prompt=text,
         prompt_ids=prompt_ids,
         response=response,
         response_ids=response_ids,
         ref_logprobs=[],
-        reward=reward,
+        reward=read_reward(row["reward"]),
         finished=finished,
-        valid=row.get("valid"),
+        gold=str(row["gold"]) if "gold" in row else None,
         sampled=sampled,
-        **names,
     )
 
 
 def tokenise_turns(
-    prompt: Any, turns: Messages, finished: bool, policy: "Policy"
+    prompt: Messages, turns: Messages, finished: bool, policy: "Policy"
 ) -> tuple[str, list[int], list[bool]]:
     """Text and ids of a conversation after its prompt, and which ids the policy sampled.
 
@@ -218,14 +184,12 @@ def tokenise_turns(
         if message["role"] != "assistant":
             continue
         after = render_prompt(messages, policy.tokenizer, answered=True)
-        if not (before.startswith(text) and after.startswith(before)):
-            problem = "the chat template changes earlier turns when others follow"
-            raise InputError(f"{problem}; give each answer a row with prompt and response")
         context = encode(before.removeprefix(text), policy.tokenizer, special=False)
         answer = encode(after.removeprefix(before), policy.tokenizer, special=False)
         ends = [place for place, token in enumerate(answer) if token in policy.end_tokens]
-        if not ends:
-            raise InputError("the chat template ends an assistant message without an end token")
+        if not (before.startswith(text) and after.startswith(before) and ends):
+            problem = "the chat template changes earlier turns, or ends one without an end token"
+            raise InputError(f"{problem}; give each answer a row with prompt and response")
         ids += context + answer
         sampled += [False] * len(context)
         sampled += [place <= ends[0] for place in range(len(answer))]

@@ -1,7 +1,6 @@
 """Load and check the rows of users' files: JSON lines, Parquet, data sets of the hub."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from topr.io import InputError, explained
 Row = dict[str, Any]
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
 EXPECTED = "JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
-HUB = r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?:(\w+(?:\[.*\])?)"  # name, configuration, split
 
 
 def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]:
@@ -34,23 +32,24 @@ def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]
     for number, row in enumerate(rows, start=1):
         where = f"{source}, row {number}"
         if not isinstance(row, dict):
-            raise InputError(f"{where}: expected a JSON object, found {type(row).__name__}")
+            raise InputError(f"{where}: expected a JSON object, found {row!r:.40}")
         for key, types in (required | optional).items():
             value = row.get(key)
-            if value is None and key in optional:
-                continue
-            if type(value) not in types:  # isinstance would take a boolean for an int
+            absent = value is None and key in optional
+            if not absent and type(value) not in types:  # isinstance takes a boolean for an int
                 names = " or ".join(accepted.__name__ for accepted in types)
                 raise InputError(f"{where}: key {key!r} holds {value!r:.40}, expected {names}")
     return rows
 
 
 def _read(source: str) -> list[Row]:
-    hub = re.fullmatch(HUB, source)
-    if hub and not Path(source).exists():
+    name, _, split = source.partition(":")
+    if split and not Path(source).exists():
         import datasets
 
-        return datasets.load_dataset(hub[1], hub[2], split=hub[3]).to_list()
+        owner, repository, *configuration = name.split("/")
+        name = f"{owner}/{repository}"
+        return datasets.load_dataset(name, *configuration, split=split).to_list()
     if source.endswith(".parquet"):
         return pq.read_table(source, page_checksum_verification=True).to_pylist()
     with pa.input_stream(source) as stream:  # decompresses by the file's name

@@ -16,7 +16,7 @@ from topr.io import InputError, explained
 from topr.policy.files import load_tokenizer, vocabulary_and_context
 from topr.trajectories.file import SCHEMA, batches, read_metadata, resolve_files
 
-COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group"]
+COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group", "sampled"]
 
 
 @dataclass
@@ -31,24 +31,24 @@ class TrainingSet:
     def __post_init__(self) -> None:
         table = self.rows.data.table
         prompts = table["prompt_ids"]
-        lengths = [pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids")]
-        # see `batching.arrange`
-        self.sizes = np.stack((prompt_index(prompts), *lengths), dtype=np.int32, casting="unsafe")
+        prompt_length = pc.list_value_length(prompts)
+        response_length = pc.list_value_length(table["response_ids"])
+        sizes = np.stack((prompt_index(prompts), prompt_length, response_length))
+        self.sizes = sizes.astype(np.int32)  # see `batching.arrange`
         self.reward = table["reward"].to_numpy()
         # combined first: otherwise each chunk would get a dictionary of its own
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        counts = [pq.read_metadata(path).num_rows for path in self.files]
-        self.file_end = np.cumsum(counts)
+        rows_of_files = [pq.read_metadata(path).num_rows for path in self.files]
+        self.first_row = np.cumsum([0, *rows_of_files[:-1]])  # of each file
 
     def file(self, trajectory: Any) -> Any:
         """The number of the file, or files, that hold these trajectories."""
-        return np.searchsorted(self.file_end, trajectory, side="right")
+        return np.searchsorted(self.first_row, trajectory, side="right") - 1
 
     def place(self, trajectory: int) -> str:
         """File and row number of a trajectory, for messages."""
         file = self.file(trajectory)
-        start = self.file_end[file - 1] if file else 0
-        return f"row {trajectory - start} of {self.files[file]}"
+        return f"row {trajectory - self.first_row[file]} of {self.files[file]}"
 
     def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
         """Whether their files say that the policy that starts training sampled trajectories."""
@@ -93,16 +93,14 @@ def map_rows(files: list[str]) -> Any:
 
     datasets.disable_progress_bars()
     cache = datasets.config.HF_DATASETS_CACHE
-    what = f"the cache of data.train in {cache} cannot be written"
-    errors = OSError, datasets.exceptions.DatasetGenerationError
     parts = []
     for path in files:
-        conversations = "sampled" in pq.read_schema(path).names
-        with explained(what, errors, "make room there, or set HF_DATASETS_CACHE"):
+        stored = pq.read_schema(path).names
+        with explained(f"the cache of data.train in {cache} cannot be written"):
             part = datasets.load_dataset(
                 "parquet",
                 data_files=path,
-                columns=COLUMNS + ["sampled"] if conversations else COLUMNS,
+                columns=[name for name in COLUMNS if name in stored],
                 features=datasets.Features.from_arrow_schema(SCHEMA),
                 split="train",
                 # its own cache would know a file by its path and time
