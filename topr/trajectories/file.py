@@ -135,12 +135,14 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
     unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
+    unsampled = (marked >= 0) & ~_outside(table["sampled"], 0, 0)
     unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
         "response_ids and ref_logprobs differ in length": response != scored,
         "response_ids and sampled differ in length": (marked != response) & (marked >= 0),
+        "no token is marked as sampled; drop the row": unsampled,
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
         f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
         f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
