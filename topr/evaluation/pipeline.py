@@ -7,10 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from topr.identity import content_hash, grader_hash, provenance
-from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.io import InputError, first_line, is_out_of_memory
 from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
@@ -70,23 +68,18 @@ def graded_text(response: str, sampling: Sampling) -> str:
     return response
 
 
-def derived_seed(*parts: int) -> int:
-    """A seed for one of several independent uses, each named by its integers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-
-
 def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
     """Raise an InputError for the first problem that the policy cannot answer."""
     tokenizer = load_tokenizer(policy)
     vocabulary, context = vocabulary_and_context(policy)
     for problem in problems:
         _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
+        if not ids or max(ids) >= vocabulary:
+            message = f"the prompt is empty or beyond the policy's {vocabulary} token ids"
+            raise InputError(f"problem {problem.id!r}: {message}")
         if len(ids) + sampling.max_new_tokens > context:
             message = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
             message += f" exceed the policy's context of {context}; lower the latter"
-            raise InputError(f"problem {problem.id!r}: {message}")
-        if not ids or max(ids) >= vocabulary:
-            message = f"the prompt is empty or beyond the policy's {vocabulary} token ids"
             raise InputError(f"problem {problem.id!r}: {message}")
 
 
@@ -140,11 +133,10 @@ class SamplingJob:
         Raises:
             InputError: the folder holds another job's files.
         """
+        missing: list[tuple[Path | None, list[Problem]]] = []
         if folder is not None:
-            sweep(folder)
             for path in folder.glob("*.parquet"):
                 self.check_same(path)
-        missing: list[tuple[Path | None, list[Problem]]] = []
         for start in range(0, len(self.problems), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part is None or not part.exists():
@@ -154,10 +146,7 @@ class SamplingJob:
     def check_same(self, path: Path) -> None:
         """Raise an InputError if a file is not of this job."""
         before = read_metadata(path)
-        before |= before["sampling"] or {}
-        now = self.metadata | self.metadata["sampling"]
-        del now["sampling"]  # named by what has changed in it
-        changed = [key for key in now if before.get(key) != now[key]]
+        changed = [key for key in self.metadata if before[key] != self.metadata[key]]
         if changed:
             message = f"{path} holds trajectories of another {', '.join(changed)}"
             raise InputError(f"{message}; name another folder")
