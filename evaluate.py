@@ -19,13 +19,7 @@ from tqdm import tqdm
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
-from topr.evaluation.pipeline import (
-    SamplingJob,
-    check_prompts,
-    explain_out_of_memory,
-    graded_text,
-    read_parts,
-)
+from topr.evaluation.pipeline import SamplingJob, check_prompts, graded_text, read_parts
 from topr.evaluation.report import Row, write_report
 from topr.identity import content_hash
 from topr.io import ArgumentParser, InputError, check_folder, command
@@ -86,7 +80,7 @@ class Evaluation:
             values = self.metrics(name, job, responses)
             row: Row = {"problems": len(job.problems), "samples": job.samples}
             rows[label] = row | summarise(values, self.seed)
-            results[policy][name] = dict(rows[label])
+            results[policy][name] = rows[label].copy()
             if name in first:
                 differences[label] = summarise(values - first[name], self.seed)
                 results[policy][name]["difference_to_first"] = differences[label]
@@ -103,8 +97,9 @@ class Evaluation:
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
         """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""
         if max(self.k) > self.samples:
-            message = f"--k {max(self.k)} is more than the --samples {self.samples} of each problem"
-            raise InputError(f"{message}; raise --samples")
+            raise InputError(
+                f"--k {max(self.k)} exceeds --samples {self.samples}; raise the latter"
+            )
         check_folder("--out", self.out)
         if self.verifier:
             load_tokenizer(self.verifier)
@@ -148,7 +143,7 @@ class Evaluation:
         sampler = LocalSampler(self.rows)
         bfloat16 = torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed")
         for path, problems in tqdm(parts, job.policy, file=sys.stderr, disable=rank() > 0):
-            with bfloat16, explain_out_of_memory("sampling", "--rows"):
+            with bfloat16:
                 trajectories = job.sample(problems, sampler, policy)
             write_trajectories(path, trajectories, job.metadata)
 
@@ -179,7 +174,7 @@ def main() -> None:
     end_with_parent()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE or a hub data set: its problems"
+    known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE: its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k; default: the samples")
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
@@ -189,7 +184,7 @@ def main() -> None:
         args = parser.parse_args()
         if args.greedy:
             args.samples = 1
-        args.k = sorted(set(args.k or [args.samples]))
+        args.k = args.k or [args.samples]
         Evaluation(**vars(args)).run()
 
 

@@ -21,6 +21,7 @@ from topr.io import InputError, OneSentenceErrors, check_folder, command, lock, 
 from topr.trajectories.curate import Curation, curate
 
 TRAIN = Path(__file__).parent.parent / "train.py"
+LOGGER = "--trainer.logger.init_args"
 ALL = 1_000_000  # more than the responses to any problem
 
 
@@ -34,7 +35,6 @@ def make_parser() -> Parser:
     add("--iterations", type=PositiveInt, default=4, help="times to sample and train")
     add("--out", type=Path, default=Path("runs/iterated"), help="folder to write")
     add("--seed", type=NonNegativeInt, default=0, help="of everything that is random")
-    add("--pool", type=PositiveInt, help="responses to each problem; default: data.samples")
     ways = ["uniform", "anna_karenina"]
     add("--curate", choices=ways, default="uniform", help="which responses to train on")
     add("--budget", type=PositiveInt, default=ALL, help="of them, for a problem; default: all")
@@ -44,29 +44,28 @@ def make_parser() -> Parser:
 def iterate(args: argparse.Namespace, rest: list[str]) -> None:
     """Repeat the three steps; `rest` holds the arguments of train.py."""
     claim_folder(args, rest)
-    policy = None  # that of the configuration
-    runs = []
+    policy: list[str] = []  # at first that of the configuration
+    summaries = []
     for number in range(args.iterations):
         folder = args.out / f"iteration_{number}"
         seed = 1000 * args.seed + number
-        common = [*rest, f"--seed_everything={seed}"]
-        if policy is not None:
-            common.append(f"--model.policy={policy}")
+        common = [*rest, *policy, f"--seed_everything={seed}"]
+        samples = folder / "samples"
         chosen = folder / "train.parquet"
         if not chosen.exists():
-            samples = folder / "samples"
-            pool = [f"--data.samples={args.pool}"] if args.pool else []
-            train("predict", *common, *pool, f"--data.out={samples}")
-            files = sorted(map(str, samples.glob("part-*.parquet")))
+            train("predict", *common, f"--data.out={samples}")
+            files = sorted(map(str, samples.glob("*.parquet")))
             curate(files, chosen, Curation(args.curate, args.budget, seed=seed), number)
         run = folder / "fit" / "version_0"
-        if not (run / "summary.json").exists():
-            logger = "--trainer.logger.init_args"
-            place = [f"{logger}.save_dir={folder}", f"{logger}.name=fit", "--ckpt_path=last"]
-            train("fit", *common, f"--data.train={chosen}", *place)
-        policy = run / "policy"
-        runs.append(run)
-        report(args.out, runs)
+        summary = run / "summary.json"
+        if not summary.exists():
+            common += [f"--data.train={chosen}", "--ckpt_path=last"]
+            train("fit", *common, f"{LOGGER}.save_dir={folder}", f"{LOGGER}.name=fit")
+        policy = [f"--model.policy={run / 'policy'}"]
+        summaries.append(json.loads(summary.read_text()))
+        figures = pd.json_normalize(summaries).T  # a column for each iteration
+        write_text(args.out / "results.csv", figures.to_csv())
+        print(f"\n{figures.to_string()}\n\nThe newest policy is {run / 'policy'}", flush=True)
 
 
 def claim_folder(args: argparse.Namespace, rest: list[str]) -> None:
@@ -97,20 +96,7 @@ def train(*arguments: str) -> None:
             process.terminate()  # leaving the block waits for its end
             raise
     if code:
-        raise SystemExit(code if code in (2, 143) else 1)
-
-
-def report(out: Path, runs: list[Path]) -> None:
-    """Write and print how the policies did on data.test: the first one's figures, then those after
-    each training."""
-    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
-    if "after" in summaries[0]:  # not without data.test
-        rows = [summaries[0]["before"]]
-        rows += [summary["after"] for summary in summaries]
-        figures = pd.DataFrame(rows).rename_axis("iterations")
-        write_text(out / "results.csv", figures.to_csv())
-        print(f"\n{figures.to_string(float_format='{:.3f}'.format)}")
-    print(f"\nThe newest policy is {runs[-1] / 'policy'}", flush=True)
+        raise SystemExit(code)
 
 
 def main() -> None:

@@ -78,7 +78,6 @@ def sampling_context(module: "PolicyModule") -> Iterator[None]:
     policy = module.policy
     bfloat16 = module.trainer.precision == "bf16-mixed"
     with (
-        pipeline.explain_out_of_memory("sampling", "model.sampler.init_args.rows"),
         # compiled layers would be compiled again for each length
         torch.compiler.set_stance("force_eager"),
         torch.inference_mode(False),

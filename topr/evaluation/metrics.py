@@ -37,8 +37,8 @@ def maj_at_k(
     for start in range(0, len(answers) - k + 1, k):
         votes: Counter = Counter()
         for i in range(start, start + k):
-            if answers[i] is not None:
-                votes[answers[i]] += weights[i]  # type: ignore[assignment]
+            votes[answers[i]] += weights[i]  # type: ignore[assignment]
+        del votes[None]
         most = max(votes.values(), default=0)
         tied = [is_correct[answer] for answer in votes if math.isclose(votes[answer], most)]
         results.append(fmean(tied or [0]))
@@ -94,20 +94,16 @@ def per_problem(
     return pd.DataFrame(rows)
 
 
-def bootstrap_interval(values: np.ndarray, seed: int = 0) -> list[float]:
-    """95% percentile bootstrap interval of the mean of values, from 2,000 resamples."""
-    rng = np.random.default_rng(seed)
-    means = rng.choice(values, (2000, len(values))).mean(axis=1)
-    return np.quantile(means, [0.025, 0.975]).tolist()
-
-
 def summarise(values: pd.DataFrame, seed: int = 0) -> dict[str, dict]:
     """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values, or of their paired
-    differences. `ungraded` is left out where it is 0, which it is for most graders."""
+    differences: 95% percentile bootstrap intervals from 2,000 resamples of the problems.
+
+    `ungraded` is left out where it is 0, which it is for most graders."""
+    resamples = np.random.default_rng(seed).integers(len(values), size=(2000, len(values)))
     summaries = {}
     for name in values:
         column = values[name].to_numpy()
         if name != "ungraded" or column.any():
-            interval = bootstrap_interval(column, seed)
-            summaries[name] = {"mean": float(column.mean()), "interval": interval}
+            interval = np.quantile(column[resamples].mean(axis=1), [0.025, 0.975])
+            summaries[name] = {"mean": float(column.mean()), "interval": interval.tolist()}
     return summaries

@@ -1,14 +1,15 @@
 """Sample, grade and score responses to problems, in parts, so that a killed run resumes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from topr.identity import content_hash, grader_hash, provenance
-from topr.io import InputError, first_line, is_out_of_memory
+from topr.io import InputError, explained
 from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
@@ -36,7 +37,9 @@ def sample_and_grade(
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     prompt_ids = [ids for _, ids in prompts]
-    sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
+    errors = (torch.OutOfMemoryError, MemoryError)
+    with explained("out of memory in sampling", errors, "lower the sampler's rows"):
+        sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
     trajectories = []
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
         for response_ids, finished in responses:
@@ -71,28 +74,15 @@ def graded_text(response: str, sampling: Sampling) -> str:
 def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
     """Raise an InputError for the first problem that the policy cannot answer."""
     tokenizer = load_tokenizer(policy)
-    vocabulary, context = vocabulary_and_context(policy)
+    _, context = vocabulary_and_context(policy)
     for problem in problems:
         _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
-        if not ids or max(ids) >= vocabulary:
-            message = f"the prompt is empty or beyond the policy's {vocabulary} token ids"
-            raise InputError(f"problem {problem.id!r}: {message}")
+        if not ids:
+            raise InputError(f"problem {problem.id!r}: the prompt is empty")
         if len(ids) + sampling.max_new_tokens > context:
             message = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
             message += f" exceed the policy's context of {context}; lower the latter"
             raise InputError(f"problem {problem.id!r}: {message}")
-
-
-@contextmanager
-def explain_out_of_memory(activity: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError that says what ran out of memory and which key to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = f"out of memory in {activity} ({first_line(error)}); lower {remedy}"
-        raise InputError(message) from error
 
 
 @dataclass(frozen=True)
@@ -134,22 +124,17 @@ class SamplingJob:
             InputError: the folder holds another job's files.
         """
         missing: list[tuple[Path | None, list[Problem]]] = []
-        if folder is not None:
-            for path in folder.glob("*.parquet"):
-                self.check_same(path)
         for start in range(0, len(self.problems), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part is None or not part.exists():
                 missing.append((part, self.problems[start : start + PART]))
+        for path in folder.glob("*.parquet") if folder else []:
+            before = read_metadata(path)
+            changed = [key for key in self.metadata if before[key] != self.metadata[key]]
+            if changed:
+                message = f"{path} holds trajectories of another {', '.join(changed)}"
+                raise InputError(f"{message}; name another folder")
         return missing
-
-    def check_same(self, path: Path) -> None:
-        """Raise an InputError if a file is not of this job."""
-        before = read_metadata(path)
-        changed = [key for key in self.metadata if before[key] != self.metadata[key]]
-        if changed:
-            message = f"{path} holds trajectories of another {', '.join(changed)}"
-            raise InputError(f"{message}; name another folder")
 
     def sample(
         self,

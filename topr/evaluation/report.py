@@ -1,7 +1,6 @@
 """Table and figure of metrics with intervals."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +51,20 @@ def write_report(
     return text
 
 
-def metric_names(rows: Iterable[Row]) -> list[str]:
-    """The metrics of some rows, each once."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= {name: None for name, value in row.items() if isinstance(value, dict)}
-    return list(names)
-
-
 def draw(path: Path, rows: dict[str, Row]) -> None:
     """Draw shares with their intervals as PNG: a panel for each metric, a line for each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 
-    names = [name for name in metric_names(rows.values()) if name != "length"]
-    size = (3 + 2.5 * len(names), 1.5 + 0.3 * len(rows))
+    shares = pd.DataFrame(list(rows.values()), list(rows))
+    shares = shares.drop(columns=["problems", "samples", "length"], errors="ignore")
+    size = (3 + 2.5 * len(shares.columns), 1.5 + 0.3 * len(shares))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for panel, name in zip(panels, names, strict=True):
+    panels = figure.subplots(1, len(shares.columns), sharey=True, squeeze=False)[0]
+    for panel, name in zip(panels, shares, strict=True):
         panel.set(title=name, xlabel="share, 95% interval")
-        for label, row in rows.items():
-            if name in row:
-                panel.plot(row[name]["interval"], [label, label], "|-C0")
-                panel.plot(row[name]["mean"], label, "oC0")
+        for label, share in shares[name].dropna().items():
+            panel.plot(share["interval"], [label, label], "|-C0")
+            panel.plot(share["mean"], label, "oC0")
     panels[0].invert_yaxis()
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
