@@ -149,68 +149,8 @@ def test_bad_input_is_rejected_before_anything_is_written(train, run, more, word
     assert not Path("out").exists()
 
 
-def test_arguments_of_train_keep_their_order():
-    given = ["--config", "a.yaml", "--seed", "3", "--config=b.yaml", "--data.n", "-1"]
-    args, rest = iterate.make_parser().parse_known_args(given)
-    assert rest == ["--config", "a.yaml", "--config=b.yaml", "--data.n", "-1"]
-    assert (args.seed, args.iterations) == (3, 4)
-
-
-STAND_IN = """
-import os, signal, sys, time
-from pathlib import Path
-def end(*_):
-    time.sleep(0.3)
-    Path("saved").touch()
-    sys.exit(143)
-signal.signal(signal.SIGTERM, end)
-Path("begun").write_text(str(os.getpid()))
-time.sleep(60 if "--wait" in sys.argv else 0)
-sys.exit(2)
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """In place of train.py, a script that fails or waits for a signal."""
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(iterate, "TRAIN", tmp_path / "stand_in.py")
-
-
-def test_a_failed_stage_ends_the_driver_with_its_code(stand_in, run):
-    assert run(drive)[0] == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stage_ends_with_its_driver(stand_in, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(sys, "argv", ["iterate", "--wait"])
-    driver = os.fork()
-    if driver == 0:
-        code = 1
-        try:
-            iterate.main()
-        except SystemExit as end:
-            code = end.code
-        finally:
-            os._exit(code)
-    begun = tmp_path / "begun"
-    while not begun.exists() or not begun.read_text():
-        time.sleep(0.01)
-    os.kill(driver, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(driver, 0)[1])
-    assert code == (143 if number == signal.SIGTERM else -number)
-    assert (tmp_path / "saved").exists() == (number == signal.SIGTERM)  # the stage was waited for
-    status = Path(f"/proc/{begun.read_text()}/stat")
-    for _ in range(100):
-        if not status.exists() or ") Z " in status.read_text():
-            return
-        time.sleep(0.02)
-    raise AssertionError("the stage outlived its driver")
-
-
 @pytest.mark.slow
-def test_the_command_itself_obeys_sigterm_and_resumes(tmp_path):
+def test_the_command_itself_obeys_signals_and_resumes(tmp_path):
     """The one test whose stages are processes of train.py."""
     with pytest.MonkeyPatch.context() as patch:
         arrange(tmp_path, patch)
@@ -218,17 +158,24 @@ def test_the_command_itself_obeys_sigterm_and_resumes(tmp_path):
     arguments += [f"--data.{split}=problems.jsonl" for split in ("problems", "test", "val")]
     arguments += ["--model.task=test_iterate.Parity", "--data.samples=4", "--data.batch_size=4"]
     arguments += ["--data.sampling.max_new_tokens=12", "--out=out", "--iterations=2"]
-    command = [sys.executable, "-m", "topr.iterate", *arguments]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    config = tmp_path / "out" / "iteration_0" / "fit" / "version_0" / "config.yaml"
-    first = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    while first.poll() is None and not config.exists():
-        time.sleep(0.01)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 143
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+
+    def start():
+        command = [sys.executable, "-m", "topr.iterate", *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment)
+
+    fits = [tmp_path / "out" / f"iteration_{i}" / "fit" / "version_0" for i in range(2)]
+    for number, fit, code in ((signal.SIGTERM, fits[0], 143), (signal.SIGKILL, fits[1], -9)):
+        driver = start()
+        while driver.poll() is None and not (fit / "config.yaml").exists():
+            time.sleep(0.01)
+        driver.send_signal(number)
+        assert driver.wait(60) == code
+        # only a stage that the driver waits for can save itself
+        assert (fit / "checkpoints" / "preempted.ckpt").exists() == (number == signal.SIGTERM)
+    assert start().wait(120) == 0  # a stage that had outlived its driver would hold the lock
     results = pd.read_csv(tmp_path / "out" / "results.csv", index_col=0)
     assert results.shape[1] == 2 and 0 <= float(results.loc["after.pass@1", "1"]) <= 1
-    config = tmp_path / "out" / "iteration_1" / "fit" / "version_0" / "config.yaml"
-    assert "policy: out/iteration_0/fit/version_0/policy" in config.read_text()
+    config = (fits[1] / "config.yaml").read_text()
+    assert "policy: out/iteration_0/fit/version_0/policy" in config

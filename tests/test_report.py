@@ -33,16 +33,6 @@ def test_report_against_a_computation_by_hand(tmp_path, policy):
     assert rows["valid"][:2] == ["6", "0.6667"] and rows["finished"][1] == "0.7143"
 
 
-def test_several_files_are_read_as_one(tmp_path, policy):
-    rows = example(policy)
-    whole = [str(write(tmp_path / "whole.parquet", policy, rows, iteration=1))]
-    parts = []
-    for i in (0, 3, 6):
-        parts.append(str(write(tmp_path / f"{i}.parquet", policy, rows[i : i + 3], iteration=i)))
-    assert report(parts) == report(whole).replace("iteration      1", "iteration      0 | 3 | 6")
-    assert list(samples(parts, 9)) == list(samples(whole, 9))
-
-
 def test_samples_show_the_first_of_both_signs_in_readable_text(tmp_path, policy):
     rows = example(policy)
     rows[0].response = "\x1b[2J" + "a" * 1000
@@ -59,5 +49,3 @@ def test_inspect_prints_report_and_samples(run, tmp_path, policy):
     code, out, err = run(main, "inspect", "?.parquet")
     assert (code, err) == (0, "")
     assert "trajectories   14" in out and out.count("--- reward") == 2
-    _, out, _ = run(main, "inspect", "a.parquet", "b.parquet", "--samples=0")
-    assert "trajectories   14" in out and "---" not in out

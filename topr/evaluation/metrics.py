@@ -68,11 +68,6 @@ def response_metrics(
     return values
 
 
-def group_by_problem(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-    """The responses to each problem. Those to one problem must follow each other."""
-    return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
-
-
 def per_problem(
     trajectories: list[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
 ) -> pd.DataFrame:
@@ -83,7 +78,7 @@ def per_problem(
         ks: of pass@k and maj@k; by default the smallest number of responses to a problem.
         weights: of the votes, one for each response; none by default.
     """
-    problems = group_by_problem(trajectories)
+    problems = [list(rows) for _, rows in groupby(trajectories, lambda row: row.prompt_id)]
     ks = ks or [min(map(len, problems))]
     rows = []
     start = 0
