@@ -19,13 +19,13 @@ from tqdm import tqdm
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
-from topr.evaluation.pipeline import SamplingJob, check_prompts, graded_text, read_parts
+from topr.evaluation.pipeline import SamplingJob, graded_text, read_parts
 from topr.evaluation.report import Row, write_report
 from topr.identity import content_hash
 from topr.io import ArgumentParser, InputError, check_folder, command
 from topr.policy import load_policy, load_tokenizer, own_device
-from topr.sampling import LocalSampler, Sampling
-from topr.tasks import Problem, Task
+from topr.sampling import LocalSampler
+from topr.tasks import Task
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
@@ -114,15 +114,10 @@ class Evaluation:
                 if self.greedy:
                     sampling = replace(sampling, temperature=0.0)
                 problems = task.problems(source)
-                jobs[policy, name] = self.job(policy, task, problems, self.samples, sampling)
+                jobs[policy, name] = SamplingJob(
+                    policy, task, problems, self.samples, sampling, self.seed, PRECISION
+                )
         return jobs
-
-    def job(
-        self, policy: str, task: Task, problems: list[Problem], samples: int, sampling: Sampling
-    ) -> SamplingJob:
-        """A job whose prompts the policy can read."""
-        check_prompts(policy, task, problems, sampling)
-        return SamplingJob(policy, task, problems, samples, sampling, self.seed, PRECISION)
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
@@ -163,8 +158,10 @@ class Evaluation:
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
         """The verifier's weight of each solution in a vote."""
         judge = find_verifier(task)
-        problems = judge.candidates(solutions)
-        job = self.job(self.verifier, judge, problems, self.critiques, judge.sampling)
+        candidates = judge.candidates(solutions)
+        job = SamplingJob(
+            self.verifier, judge, candidates, self.critiques, judge.sampling, self.seed, PRECISION
+        )
         critiques = self.responses(f"{name}-verifier", job)
         starts = range(0, len(critiques), self.critiques)
         return [judge.weight(critiques[start : start + self.critiques]) for start in starts]

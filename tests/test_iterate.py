@@ -155,7 +155,8 @@ def test_the_command_itself_obeys_signals_and_resumes(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         arrange(tmp_path, patch)
     arguments = [f"--config={ROOT / 'configs' / 'arithmetic.yaml'}", "--model.policy=base"]
-    arguments += [f"--data.{split}=problems.jsonl" for split in ("problems", "test", "val")]
+    arguments += ["--data.problems=problems.jsonl", "--data.test=problems.jsonl"]
+    arguments += ["--data.val=null", "--trainer.max_epochs=9"]
     arguments += ["--model.task=test_iterate.Parity", "--data.samples=4", "--data.batch_size=4"]
     arguments += ["--data.sampling.max_new_tokens=12", "--out=out", "--iterations=2"]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
@@ -168,7 +169,7 @@ def test_the_command_itself_obeys_signals_and_resumes(tmp_path):
     fits = [tmp_path / "out" / f"iteration_{i}" / "fit" / "version_0" for i in range(2)]
     for number, fit, code in ((signal.SIGTERM, fits[0], 143), (signal.SIGKILL, fits[1], -9)):
         driver = start()
-        while driver.poll() is None and not (fit / "config.yaml").exists():
+        while driver.poll() is None and not list(fit.glob("checkpoints/*.ckpt")):
             time.sleep(0.01)
         driver.send_signal(number)
         assert driver.wait(60) == code

@@ -38,7 +38,8 @@ def sample_and_grade(
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     prompt_ids = [ids for _, ids in prompts]
     errors = (torch.OutOfMemoryError, MemoryError)
-    with explained("out of memory in sampling", errors, "lower the sampler's rows"):
+    remedy = "lower the rows of the sampler (model.sampler.init_args.rows, or --rows)"
+    with explained("out of memory in sampling", errors, remedy):
         sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
     trajectories = []
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
@@ -87,7 +88,11 @@ def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sa
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """All that decides responses and their grades, which are the trajectory files of a folder."""
+    """All that decides responses and their grades, which are the trajectory files of a folder.
+
+    Raises:
+        InputError: the policy cannot answer a problem.
+    """
 
     policy: str  # folder or hub name
     task: Task
@@ -96,6 +101,9 @@ class SamplingJob:
     sampling: Sampling
     seed: int
     precision: str = "32-true"  # or bf16-mixed
+
+    def __post_init__(self):
+        check_prompts(self.policy, self.task, self.problems, self.sampling)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
