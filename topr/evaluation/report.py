@@ -52,19 +52,18 @@ def write_report(
 
 
 def draw(path: Path, rows: dict[str, Row]) -> None:
-    """Draw shares with their intervals as PNG: a panel for each metric, a line for each row."""
+    """Draw shares with their intervals as PNG: a line for each metric of each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 
     shares = pd.DataFrame(list(rows.values()), list(rows))
     shares = shares.drop(columns=["problems", "samples", "length"], errors="ignore")
-    size = (3 + 2.5 * len(shares.columns), 1.5 + 0.3 * len(shares))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(shares.columns), sharey=True, squeeze=False)[0]
-    for panel, name in zip(panels, shares, strict=True):
-        panel.set(title=name, xlabel="share, 95% interval")
-        for label, share in shares[name].dropna().items():
-            panel.plot(share["interval"], [label, label], "|-C0")
-            panel.plot(share["mean"], label, "oC0")
-    panels[0].invert_yaxis()
+    figure = Figure(figsize=(9, 1 + shares.size / 4), layout="constrained")
+    panel = figure.subplots()
+    for (name, label), share in shares.unstack().dropna().items():
+        place = f"{name} of {label}"
+        panel.plot(share["interval"], [place, place], "|-C0")
+        panel.plot(share["mean"], place, "oC0")
+    panel.set(xlabel="share, 95% interval")
+    panel.invert_yaxis()
     with atomic(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+        figure.savefig(temporary, format="png")
