@@ -157,7 +157,6 @@ def test_a_metric_that_one_row_lacks_leaves_its_cell_empty():
     assert lines[0] == "|  | n | pass@1 | length | ungraded |"
     assert lines[2] == "| one | 3 | 25.0 [12.5, 50.0] | 0.2 [0.1, 0.5] |  |"
     assert lines[3] == "| two | 4 |  |  | 25.0 [12.5, 50.0] |"
-    assert cell("pass@1", SHARE, "+") == "+25.0 [12.5, 50.0]"
 
 
 def test_a_figure_shows_the_interval_of_each_share(tmp_path, monkeypatch):
@@ -185,5 +184,3 @@ def test_two_devices_evaluate_as_one_does(run, policy, problems):
     one = run.folder / "one"
     two = run.folder / "two"
     assert (one / "results.json").read_text() == (two / "results.json").read_text()
-    for folder in (one / "responses").iterdir():
-        assert read_parts(folder) == read_parts(two / "responses" / folder.name)

@@ -158,13 +158,13 @@ class SamplingJob:
         """
         start = self.problems.index(problems[0])
         trajectories = sample_and_grade(
-            sampler=sampler,
-            policy=policy,
-            task=self.task,
-            problems=problems,
-            n=self.samples,
-            sampling=self.sampling,
-            seed=self.seed,
+            sampler,
+            policy,
+            self.task,
+            problems,
+            self.samples,
+            self.sampling,
+            self.seed,
             numbers=range(start, start + len(problems)),
         )
         if trajectories:
