@@ -6,10 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from topr.identity import content_hash, grader_hash, provenance
-from topr.io import InputError, explained
+from topr.io import InputError, first_line, is_out_of_memory
 from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
@@ -37,10 +35,13 @@ def sample_and_grade(
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     prompt_ids = [ids for _, ids in prompts]
-    errors = (torch.OutOfMemoryError, MemoryError)
-    remedy = "lower the rows of the sampler (model.sampler.init_args.rows, or --rows)"
-    with explained("out of memory in sampling", errors, remedy):
+    try:
         sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "lower model.sampler.init_args.rows, or --rows of evaluate.py"
+        raise InputError(f"out of memory in sampling ({first_line(error)}); {remedy}") from error
     trajectories = []
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
         for response_ids, finished in responses:
