@@ -73,7 +73,7 @@ def test_results_are_those_of_the_responses(command):
     assert row == summarise(values, seed=3) != summarise(values)
     assert {t.group for t in rows} == {f"{policy}, arithmetic, {t.prompt_id}" for t in rows}
     markdown = (folder / "results.md").read_text()
-    assert markdown.startswith("|  | problems | samples | pass@1 | pass@2 | maj@2 | pass@4 |")
+    assert markdown.startswith("| | problems | samples | pass@1 | pass@2 | maj@2 | pass@4 |")
     assert markdown in output and cell("maj@2", row["maj@2"]) in markdown
 
 
@@ -154,7 +154,7 @@ def test_wrong_arguments_are_found_before_sampling(run, policy, problems, argume
 def test_a_metric_that_one_row_lacks_leaves_its_cell_empty():
     rows = {"one": {"n": 3, "pass@1": SHARE, "length": SHARE}, "two": {"n": 4, "ungraded": SHARE}}
     lines = table(rows).splitlines()
-    assert lines[0] == "|  | n | pass@1 | length | ungraded |"
+    assert lines[0] == "| | n | pass@1 | length | ungraded |"
     assert lines[2] == "| one | 3 | 25.0 [12.5, 50.0] | 0.2 [0.1, 0.5] |  |"
     assert lines[3] == "| two | 4 |  |  | 25.0 [12.5, 50.0] |"
 

@@ -27,8 +27,10 @@ def table(rows: dict[str, Row], sign: str = "") -> str:
     for row in rows.values():
         cells.append({name: cell(name, value, sign) for name, value in row.items()})
     frame = pd.DataFrame(cells, list(rows)).fillna("")
-    lines = [["", *frame], ["---"] * (1 + len(frame.columns)), *frame.reset_index().to_numpy()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text = f"| | {' | '.join(frame)} |\n" + "|---" * (1 + len(frame.columns)) + "|\n"
+    for line in frame.reset_index().to_numpy():
+        text += f"| {' | '.join(line)} |\n"
+    return text
 
 
 def write_report(
