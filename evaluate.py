@@ -4,35 +4,29 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 """
 
 import gc
-import os
 import sys
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning.fabric import Fabric
 from tqdm import tqdm
 
 from topr.commands import ArgumentParser, command
 from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
-from topr.evaluation.pipeline import (
-    SamplingJob,
-    check_prompts,
-    explain_out_of_memory,
-    graded_text,
-    read_parts,
-)
-from topr.evaluation.report import write_report
+from topr.evaluation.pipeline import SamplingJob, graded_text, read_parts
+from topr.evaluation.report import Row, write_report
 from topr.identity import content_hash
 from topr.io import InputError, check_folder
 from topr.policy import load_policy, load_tokenizer, own_device
-from topr.sampling import LocalSampler, Sampling
-from topr.tasks import Problem, Task
+from topr.sampling import LocalSampler
+from topr.tasks import Task
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
@@ -49,7 +43,7 @@ class Evaluation:
         samples: responses per problem.
         max_new_tokens: longest response; by default the benchmark's.
         greedy: take the likeliest tokens.
-        verifier: policy that weighs the votes of weighted@k.
+        verifier: policy that weighs the votes of weighted@k; by default none does.
         critiques: of the verifier, per response.
         out: folder to write.
         seed: of sampling and of the intervals.
@@ -63,7 +57,7 @@ class Evaluation:
     samples: PositiveInt = 16
     max_new_tokens: PositiveInt | None = None
     greedy: bool = False
-    verifier: str | None = None
+    verifier: str = ""
     critiques: PositiveInt = 4
     out: Path = Path("results")
     seed: NonNegativeInt = 0
@@ -73,65 +67,58 @@ class Evaluation:
     def run(self) -> None:
         """Sample what is missing, then write responses, table and figure."""
         jobs = self.find_jobs()
-        launch(self.devices or max(1, torch.cuda.device_count()))
-        results: dict[str, dict] = {policy: {} for policy in self.policy}
+        devices = self.devices or torch.cuda.device_count()
+        if devices > 1:  # start a process for each, or join those of torchrun or SLURM
+            Fabric(devices=devices, strategy="ddp").launch()
+        results: dict[str, dict[str, Row]] = {policy: {} for policy in self.policy}
         rows = {}
-        of_first: dict[str, Any] = {}  # by benchmark, what the first policy reached
+        differences = {}
+        first: dict[str, pd.DataFrame] = {}  # metrics of the first policy, by benchmark
         trajectories = []
         for (policy, name), job in jobs.items():
+            label = f"{policy}, {name}"
             responses = self.responses(name, job)
-            weights = self.weights(name, job.task, responses)
-            values = per_problem(responses, self.k, weights) | lenient(job, responses)
-            row: dict[str, Any] = {"problems": len(job.problems), "samples": job.samples}
-            row |= summarise(values, self.seed)
-            first = of_first.setdefault(name, values)
-            if policy != self.policy[0]:
-                paired = {metric: values[metric] - first[metric] for metric in values}
-                row["difference_to_first"] = summarise(paired, self.seed)
-            results[policy][name] = rows[f"{policy}, {name}"] = row
+            values = self.metrics(name, job, responses)
+            row: Row = {"problems": len(job.problems), "samples": job.samples}
+            rows[label] = row | summarise(values, self.seed)
+            results[policy][name] = rows[label].copy()
+            if name in first:
+                differences[label] = summarise(values - first[name], self.seed)
+                results[policy][name]["difference_to_first"] = differences[label]
+            first.setdefault(name, values)
             for trajectory in responses:
-                trajectory.group = f"{policy}/{name}/{trajectory.prompt_id}"
+                trajectory.group = f"{label}, {trajectory.prompt_id}"
             trajectories += responses
         if rank() == 0:
             metadata = agreed([job.metadata for job in jobs.values()])
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
-            print(write_report(self.out, results, rows))
+            print(write_report(self.out, results, rows, differences))
             print(f"wrote results.json, .md, .png and responses.parquet under {self.out}")
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
-        """What to sample, by policy and benchmark.
-
-        Raises:
-            InputError: for what cannot be sampled or written.
-        """
+        """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""
         if max(self.k) > self.samples:
-            message = f"--k {max(self.k)} is more than the --samples {self.samples} of each problem"
-            raise InputError(f"{message}; raise --samples")
+            raise InputError(
+                f"--k {max(self.k)} exceeds --samples {self.samples}; raise the latter"
+            )
         check_folder("--out", self.out)
         if self.verifier:
             load_tokenizer(self.verifier)
         jobs = {}
-        for policy, argument in product(self.policy, self.benchmark):
-            name, _, file = argument.partition("=")
-            task, source = find_benchmark(name)
-            if not (file or source):
-                message = f"--benchmark {name} has no problems of its own"
-                raise InputError(f"{message}; give a file of them: {name}=FILE")
-            problems = task.problems(file or source)
-            sampling = replace(
-                task.sampling,
-                max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
-                temperature=0.0 if self.greedy else task.sampling.temperature,
-            )
-            jobs[policy, name] = self.job(policy, task, problems, self.samples, sampling)
+        for policy in self.policy:
+            for argument in self.benchmark:
+                name, _, file = argument.partition("=")
+                task, source = find_benchmark(name, file)
+                sampling = task.sampling
+                if self.max_new_tokens:
+                    sampling = replace(sampling, max_new_tokens=self.max_new_tokens)
+                if self.greedy:
+                    sampling = replace(sampling, temperature=0.0)
+                problems = task.problems(source)
+                jobs[policy, name] = SamplingJob(
+                    policy, task, problems, self.samples, sampling, self.seed, PRECISION
+                )
         return jobs
-
-    def job(
-        self, policy: str, task: Task, problems: list[Problem], n: int, sampling: Sampling
-    ) -> SamplingJob:
-        """A job whose prompts the policy can read."""
-        check_prompts(policy, task, problems, sampling)
-        return SamplingJob(policy, task, problems, n, sampling, self.seed, PRECISION)
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
@@ -144,7 +131,7 @@ class Evaluation:
         gather(None)  # wait for the files of all ranks
         return read_parts(folder)
 
-    def sample(self, job: SamplingJob, parts: list[tuple[Any, list[Problem]]]) -> None:
+    def sample(self, job: SamplingJob, parts: list[tuple[Any, list]]) -> None:
         """Sample and write parts of a job."""
         gc.collect()  # reference cycles may hold the policy before
         with own_device():
@@ -152,61 +139,51 @@ class Evaluation:
         sampler = LocalSampler(self.rows)
         bfloat16 = torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed")
         for path, problems in tqdm(parts, job.policy, file=sys.stderr, disable=rank() > 0):
-            with bfloat16, explain_out_of_memory("sampling", "--rows"):
+            with bfloat16:
                 trajectories = job.sample(problems, sampler, policy)
             write_trajectories(path, trajectories, job.metadata)
 
+    def metrics(self, name: str, job: SamplingJob, responses: list[Trajectory]) -> pd.DataFrame:
+        """The metrics of each problem."""
+        weights = self.weights(name, job.task, responses) if self.verifier else []
+        values = per_problem(responses, self.k, weights)
+        correct = []  # by the task's lenient rule, if it has one
+        for row in responses:
+            grade = job.task.grade_leniently(graded_text(row.response, job.sampling), row.gold)
+            if grade is not None:
+                correct.append(grade.reward > 0)
+        if correct:
+            values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)
+        return values
+
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
-        """The verifier's weight of each solution in a vote; empty without a verifier."""
-        if self.verifier is None:
-            return []
+        """The verifier's weight of each solution in a vote."""
         judge = find_verifier(task)
-        problems = judge.candidates(solutions)
-        job = self.job(self.verifier, judge, problems, self.critiques, judge.sampling)
+        candidates = judge.candidates(solutions)
+        job = SamplingJob(
+            self.verifier, judge, candidates, self.critiques, judge.sampling, self.seed, PRECISION
+        )
         critiques = self.responses(f"{name}-verifier", job)
         starts = range(0, len(critiques), self.critiques)
         return [judge.weight(critiques[start : start + self.critiques]) for start in starts]
-
-
-def lenient(job: SamplingJob, responses: list[Trajectory]) -> dict[str, np.ndarray]:
-    """The share of each problem's responses that the task's lenient rule calls right, as a metric;
-    empty for a task without such a rule."""
-    correct = []
-    for row in responses:
-        text = graded_text(row.response, job.sampling)
-        grade = job.task.grade_leniently(text, row.gold or "")
-        if grade is None:
-            return {}
-        correct.append(grade.reward > 0)
-    return {"lenient": np.reshape(correct, (-1, job.samples)).mean(axis=1)}
-
-
-def launch(devices: int) -> None:
-    """Start a process for each device, or join those that torchrun or SLURM started."""
-    processes = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
-    nodes = os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_NNODES", "1"))
-    if devices > 1 or int(processes) > 1:
-        from lightning.fabric import Fabric
-
-        Fabric(devices=devices, num_nodes=int(nodes), strategy="ddp").launch()
 
 
 def main() -> None:
     end_with_parent()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE or a hub data set: its problems"
+    known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE: its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
     parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k; default: the samples")
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
     skipped = {"policy", "benchmark", "k", "greedy"}
     parser.add_class_arguments(Evaluation, as_group=False, skip=skipped)
     with command():
-        args = parser.parse_args().as_dict()
-        if args["greedy"]:
-            args["samples"] = 1
-        args["k"] = sorted(set(args["k"] or [args["samples"]]))
-        Evaluation(**args).run()
+        args = parser.parse_args()
+        if args.greedy:
+            args.samples = 1
+        args.k = args.k or [args.samples]
+        Evaluation(**vars(args)).run()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ import math
 import os
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from topr.evaluation import group_by_problem, maj_at_k, pass_at_k, per_problem, summarise
-from topr.evaluation.metrics import bootstrap_interval, per_problem_of_all_ranks
+from topr.datamodule import ProblemBatch
+from topr.evaluation import live, maj_at_k, pass_at_k, per_problem, summarise
+from topr.sampling import Sampling
 from topr.trajectories import Trajectory
 
 
@@ -87,30 +89,30 @@ def test_ungraded_is_reported_where_a_grader_gave_up():
 
 def test_intervals_equal_those_of_a_loop():
     values = np.random.default_rng(3).random(37)
+
+    def interval(seed, column=values):
+        return summarise(pd.DataFrame({"x": column}), seed)["x"]["interval"]
+
     rng = np.random.default_rng(5)
-    means = sorted(values[rng.integers(37, size=37)].mean() for _ in range(2000))
-    low, high = bootstrap_interval(values, seed=5)
+    means = sorted(values[row].mean() for row in rng.integers(37, size=(2000, 37)))
+    low, high = interval(5)
     assert means[49] <= low <= means[50] and means[1949] <= high <= means[1950]
-    assert bootstrap_interval(values, seed=6) != [low, high]
+    assert interval(6) != [low, high]
     normal = 1.96 * values.std() / math.sqrt(37)  # 90% would be 1.64
     assert (high - low) / 2 == pytest.approx(normal, rel=0.06)
-    assert bootstrap_interval(np.ones(5)) == [1, 1]
-
-
-def test_with_one_response_a_metric_is_reported_once():
-    assert list(per_problem(SOME, [1])) == ["pass@1", "maj@1", "invalid", "length", "ungraded"]
 
 
 @pytest.mark.parametrize("shares", [[[0, 2], [1]], [[2, 1, 0], []]])
 def test_ranks_gather_the_problems_of_all(tmp_path, shares):
-    problems = group_by_problem(SOME)
+    problems = [SOME[:4], SOME[4:8], SOME[8:]]
     expected = summarise(per_problem(SOME))
 
     def gathered(rank: int) -> bool:
         store = f"file://{tmp_path}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         rows = [row for i in shares[rank] for row in problems[i]]
-        return summarise(per_problem_of_all_ranks(rows, shares[rank], 4)) == expected
+        batch = ProblemBatch([], shares[rank], 4, Sampling(), 0)
+        return live.summarise(batch, rows) == expected
 
     children = []
     for rank in range(2):

@@ -10,7 +10,7 @@ def example(policy):
     trajectories = make_trajectories(policy, count=7)
     for i, trajectory in enumerate(trajectories):
         trajectory.reward = [1, -1, 0.5, 0, -0.5, -1, -1][i]
-        trajectory.group = "aabcccd"[i]
+        trajectory.group = trajectory.prompt_id = "aabcccd"[i]
         trajectory.finished = i < 5
         trajectory.prompt_ids = [4] * [1, 3, 3, 4, 5, 6, 1][i]
         trajectory.response = f"line {i}\nnext"

@@ -22,7 +22,7 @@ from data.claims.experiments import SETTINGS
 from data.claims.measures import measured
 from data.claims.study import Study, best
 from topr.commands import ArgumentParser, command
-from topr.evaluation.report import draw, metric_names, table
+from topr.evaluation.report import draw, table
 from topr.io import InputError, atomic, check_folder, lock, write_text
 
 Rows = dict[str, dict[str, Any]]  # of a table
@@ -102,7 +102,7 @@ def draw_claim(path: Path, labelled: Rows) -> None:
         draw(path, labelled)
         return
     places = list(dict.fromkeys(place for points in curves.values() for place in points))
-    metrics = metric_names(labelled.values())
+    metrics = list(dict.fromkeys(name for row in labelled.values() for name in row))
     figure = Figure(figsize=(4 * len(metrics), 4), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):

@@ -1,12 +1,12 @@
 """Trajectory files of what `predict` samples."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow.parquet as pq
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_warn
 
 from topr.datamodule import PredictionBatch
 from topr.distributed import gather
@@ -44,12 +44,6 @@ class PredictionWriter(BasePredictionWriter):
         if not files:
             message = "the sampler left out every response to data.problems"
             raise InputError(f"{message}; look at its warnings")
-        rows = pq.read_table(files, columns=["reward", "valid", "finished"]).to_pandas()
-        invalid = (rows["valid"] == False).mean()  # noqa: E712 - null means that nobody knows
-        truncated = (~rows["finished"]).mean()
-        shares = f"{invalid:.1%} invalid, {truncated:.1%} truncated"
-        reward = f"mean reward {rows['reward'].mean():.3g}"
-        print(f"{len(rows)} trajectories are under {folder}: {reward}, {shares}.")
-        if invalid == 1:
-            hint = "check the prompt, data.sampling and the task's grade"
-            rank_zero_warn(f"every response is invalid: {hint}")
+        count = sum(pq.read_metadata(file).num_rows for file in files)
+        print(f"{count} trajectories are under {folder}. Next:")
+        print(f"  python -m topr.trajectories inspect {quote(f'{folder}/*.parquet')}")

@@ -6,7 +6,6 @@ from topr import lazy
 __getattr__ = lazy(
     __name__,
     benchmarks=["BENCHMARKS"],
-    metrics=["group_by_problem", "maj_at_k", "pass_at_k", "per_problem", "summarise"],
-    pipeline=["SamplingJob", "check_prompts", "derived_seed", "explain_out_of_memory"]
-    + ["read_parts", "sample_and_grade"],
+    metrics=["maj_at_k", "pass_at_k", "per_problem", "summarise"],
+    pipeline=["SamplingJob", "check_prompts", "read_parts", "sample_and_grade"],
 )

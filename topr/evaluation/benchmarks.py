@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from topr.io import explained
+from topr.io import InputError, explained
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Task, Verifier
 
 # task, and file or hub data set of its problems
@@ -14,20 +14,27 @@ BENCHMARKS = {
 }
 
 
-def find_benchmark(name: str) -> tuple[Task, str]:
-    """Task and problems of a benchmark, or a user's task, which is named by its class path and has
-    no problems of its own ("").
+def find_benchmark(name: str, file: str) -> tuple[Task, str]:
+    """Task and problems of a benchmark, or of a user's task, which is named by its class path.
+
+    Args:
+        name: of a benchmark or a class.
+        file: problems in place of the benchmark's own; a class has none of its own.
 
     Raises:
-        InputError: there is no such benchmark or class.
+        InputError: there is no such benchmark or class, or it has no problems.
     """
     if name in BENCHMARKS:
-        return BENCHMARKS[name]
+        task, source = BENCHMARKS[name]
+        return task, file or source
     module, _, kind = name.rpartition(".")
     remedy = f"choose from {', '.join(BENCHMARKS)}, or a task of your own: my_task.Parity=FILE"
     errors = ImportError, AttributeError, ValueError
     with explained(f"--benchmark {name!r} is unknown", errors, remedy):
-        return getattr(import_module(module), kind)(), ""
+        task = getattr(import_module(module), kind)()
+    if not file:
+        raise InputError(f"--benchmark {name} has no problems of its own; give {name}=FILE")
+    return task, file
 
 
 def find_verifier(task: Task) -> Verifier:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 
 from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation import pipeline
-from topr.evaluation.metrics import per_problem_of_all_ranks
+from topr.evaluation.metrics import per_problem
 from topr.evaluation.metrics import summarise as with_intervals
 from topr.policy.sharding import full_weights
-from topr.sampling.base import Sampler
 from topr.sampling.local import LocalSampler
 from topr.trajectories.file import Trajectory
 
@@ -26,20 +26,19 @@ def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Traj
     Raises:
         Preempted: a rank was asked to stop.
     """
-    sampler: Sampler = LocalSampler()
-    # a server does not hold the weights that are being trained
-    if module.sampler is not None and module.sampler.in_process:
-        sampler = module.sampler
+    sampler = module.sampler
+    if sampler is None or not sampler.in_process:  # a server does not hold the weights in training
+        sampler = LocalSampler()
     with sampling_context(module):
         trajectories = pipeline.sample_and_grade(
             sampler,
             module.policy,
             module.task,
             batch.problems,
-            n=batch.samples,
-            sampling=batch.sampling,
-            seed=pipeline.derived_seed(batch.seed, module.global_step),
-            numbers=batch.numbers,
+            batch.samples,
+            batch.sampling,
+            batch.seed,
+            batch.numbers,
         )
     if any(gather(stop_requested.is_set())):
         raise Preempted
@@ -57,17 +56,21 @@ def predict(module: "PolicyModule", batch: "PredictionBatch") -> list[Trajectory
 
 def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str, Any]:
     """Metrics over the problems of all ranks: means with intervals."""
-    return with_intervals(per_problem_of_all_ranks(trajectories, batch.numbers, batch.samples))
+    values = per_problem(trajectories, [batch.samples])
+    values.index = batch.numbers
+    return with_intervals(pd.concat(gather(values)).sort_index())
 
 
 def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:
     """Means and intervals under the names of logged figures."""
-    found = {}
+    found: dict[str, float] = {}
     for name, value in summary.items():
         low, high = value["interval"]
-        found[f"{split}/{name}"] = value["mean"]
-        found[f"{split}_interval/{name}_low"] = low
-        found[f"{split}_interval/{name}_high"] = high
+        found |= {
+            f"{split}/{name}": value["mean"],
+            f"{split}_interval/{name}_low": low,
+            f"{split}_interval/{name}_high": high,
+        }
     return found
 
 
@@ -77,7 +80,6 @@ def sampling_context(module: "PolicyModule") -> Iterator[None]:
     policy = module.policy
     bfloat16 = module.trainer.precision == "bf16-mixed"
     with (
-        pipeline.explain_out_of_memory("sampling", "model.sampler.init_args.rows"),
         # compiled layers would be compiled again for each length
         torch.compiler.set_stance("force_eager"),
         torch.inference_mode(False),

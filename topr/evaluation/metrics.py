@@ -1,18 +1,15 @@
 """Metrics of graded responses: one value per problem, with bootstrap intervals over problems."""
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import groupby, islice
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
 from statistics import fmean
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from topr.distributed import gather
 from topr.trajectories import Trajectory
-
-Responses = list[Trajectory]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -34,14 +31,14 @@ def maj_at_k(
         k: responses that vote together.
         weights: of each vote; 1 by default.
     """
-    is_correct = dict(zip(answers, correct, strict=True))
     weights = weights or [1.0] * len(answers)
+    is_correct = dict(zip(answers, correct, strict=True))
     results = []
     for start in range(0, len(answers) - k + 1, k):
-        votes: dict[str | None, float] = defaultdict(float)
+        votes: Counter = Counter()
         for i in range(start, start + k):
-            votes[answers[i]] += weights[i]
-        votes.pop(None, None)
+            votes[answers[i]] += weights[i]  # type: ignore[assignment]
+        del votes[None]
         most = max(votes.values(), default=0)
         tied = [is_correct[answer] for answer in votes if math.isclose(votes[answer], most)]
         results.append(fmean(tied or [0]))
@@ -49,7 +46,7 @@ def maj_at_k(
 
 
 def response_metrics(
-    responses: Responses, ks: Sequence[int], weights: Sequence[float] = ()
+    responses: list[Trajectory], ks: Sequence[int], weights: Sequence[float] = ()
 ) -> dict[str, float]:
     """Metrics of the responses to one problem.
 
@@ -71,63 +68,37 @@ def response_metrics(
     return values
 
 
-def group_by_problem(trajectories: Responses) -> list[Responses]:
-    """The responses to each problem. Those to one problem must follow each other."""
-    return [list(rows) for _, rows in groupby(trajectories, key=lambda row: row.prompt_id)]
-
-
 def per_problem(
-    trajectories: Responses, ks: Sequence[int] = (), weights: Sequence[float] = ()
-) -> dict[str, np.ndarray]:
-    """`response_metrics` of each problem: an array for each metric.
+    trajectories: list[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
+) -> pd.DataFrame:
+    """`response_metrics` of each problem: a row for each problem, a column for each metric.
 
     Args:
         trajectories: responses, those to one problem one after another.
         ks: of pass@k and maj@k; by default the smallest number of responses to a problem.
         weights: of the votes, one for each response; none by default.
     """
-    problems = group_by_problem(trajectories)
+    problems = [list(rows) for _, rows in groupby(trajectories, lambda row: row.prompt_id)]
     ks = ks or [min(map(len, problems))]
-    votes = iter(weights)
-    return columns(
-        [response_metrics(part, ks, list(islice(votes, len(part)))) for part in problems]
-    )
+    rows = []
+    start = 0
+    for responses in problems:
+        end = start + len(responses)
+        rows.append(response_metrics(responses, ks, weights[start:end]))
+        start = end
+    return pd.DataFrame(rows)
 
 
-def per_problem_of_all_ranks(
-    trajectories: Responses, numbers: list[int], k: int
-) -> dict[str, np.ndarray]:
-    """`per_problem` of the problems of all ranks, in the order of their numbers.
-
-    Args:
-        trajectories: responses to this rank's problems, perhaps to none.
-        numbers: of these problems in the whole set.
-        k: of pass@k and maj@k.
-    """
-    rows = [response_metrics(part, [k]) for part in group_by_problem(trajectories)]
-    found: dict[int, dict[str, float]] = {}
-    for part in gather(dict(zip(numbers, rows, strict=True))):
-        found |= part
-    return columns([found[number] for number in sorted(found)])
-
-
-def columns(rows: list[dict[str, float]]) -> dict[str, np.ndarray]:
-    """Rows of the same names as an array for each name."""
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
-
-
-def bootstrap_interval(values: np.ndarray, seed: int = 0) -> list[float]:
-    """95% percentile bootstrap interval of the mean of values, from 2,000 resamples."""
-    rng = np.random.default_rng(seed)
-    means = [rng.choice(values, len(values)).mean() for _ in range(2000)]
-    return np.quantile(means, [0.025, 0.975]).tolist()
-
-
-def summarise(values: Mapping[Any, Any], seed: int = 0) -> dict[str, dict]:
+def summarise(values: pd.DataFrame, seed: int = 0) -> dict[str, dict]:
     """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values, or of their paired
-    differences. `ungraded` is left out where it is 0, which it is for most graders."""
-    return {
-        name: {"mean": float(column.mean()), "interval": bootstrap_interval(column, seed)}
-        for name, column in values.items()
-        if name != "ungraded" or column.any()
-    }
+    differences: 95% percentile bootstrap intervals from 2,000 resamples of the problems.
+
+    `ungraded` is left out where it is 0, which it is for most graders."""
+    resamples = np.random.default_rng(seed).integers(len(values), size=(2000, len(values)))
+    summaries = {}
+    for name in values:
+        column = values[name].to_numpy()
+        if name != "ungraded" or column.any():
+            interval = np.quantile(column[resamples].mean(axis=1), [0.025, 0.975])
+            summaries[name] = {"mean": float(column.mean()), "interval": interval.tolist()}
+    return summaries

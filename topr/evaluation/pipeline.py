@@ -1,16 +1,13 @@
 """Sample, grade and score responses to problems, in parts, so that a killed run resumes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from topr.identity import content_hash, grader_hash, provenance
-from topr.io import InputError, first_line, is_out_of_memory, sweep
+from topr.io import InputError, first_line, is_out_of_memory
 from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
@@ -38,7 +35,13 @@ def sample_and_grade(
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     prompt_ids = [ids for _, ids in prompts]
-    sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
+    try:
+        sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "lower model.sampler.init_args.rows, or --rows of evaluate.py"
+        raise InputError(f"out of memory in sampling ({first_line(error)}); {remedy}") from error
     trajectories = []
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
         for response_ids, finished in responses:
@@ -70,41 +73,27 @@ def graded_text(response: str, sampling: Sampling) -> str:
     return response
 
 
-def derived_seed(*parts: int) -> int:
-    """A seed for one of several independent uses, each named by its integers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-
-
 def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
     """Raise an InputError for the first problem that the policy cannot answer."""
     tokenizer = load_tokenizer(policy)
-    vocabulary, context = vocabulary_and_context(policy)
+    _, context = vocabulary_and_context(policy)
     for problem in problems:
         _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
+        if not ids:
+            raise InputError(f"problem {problem.id!r}: the prompt is empty")
         if len(ids) + sampling.max_new_tokens > context:
             message = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
             message += f" exceed the policy's context of {context}; lower the latter"
             raise InputError(f"problem {problem.id!r}: {message}")
-        if not ids or max(ids) >= vocabulary:
-            message = f"the prompt is empty or beyond the policy's {vocabulary} token ids"
-            raise InputError(f"problem {problem.id!r}: {message}")
-
-
-@contextmanager
-def explain_out_of_memory(activity: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError that says what ran out of memory and which key to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = f"out of memory in {activity} ({first_line(error)}); lower {remedy}"
-        raise InputError(message) from error
 
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """All that decides responses and their grades, which are the trajectory files of a folder."""
+    """All that decides responses and their grades, which are the trajectory files of a folder.
+
+    Raises:
+        InputError: the policy cannot answer a problem.
+    """
 
     policy: str  # folder or hub name
     task: Task
@@ -113,6 +102,9 @@ class SamplingJob:
     sampling: Sampling
     seed: int
     precision: str = "32-true"  # or bf16-mixed
+
+    def __post_init__(self):
+        check_prompts(self.policy, self.task, self.problems, self.sampling)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -140,27 +132,18 @@ class SamplingJob:
         Raises:
             InputError: the folder holds another job's files.
         """
-        if folder is not None:
-            sweep(folder)
-            for path in folder.glob("*.parquet"):
-                self.check_same(path)
         missing: list[tuple[Path | None, list[Problem]]] = []
         for start in range(0, len(self.problems), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part is None or not part.exists():
                 missing.append((part, self.problems[start : start + PART]))
+        for path in folder.glob("*.parquet") if folder else []:
+            before = read_metadata(path)
+            changed = [key for key in self.metadata if before[key] != self.metadata[key]]
+            if changed:
+                message = f"{path} holds trajectories of another {', '.join(changed)}"
+                raise InputError(f"{message}; name another folder")
         return missing
-
-    def check_same(self, path: Path) -> None:
-        """Raise an InputError if a file is not of this job."""
-        before = read_metadata(path)
-        before |= before["sampling"] or {}
-        now = self.metadata | self.metadata["sampling"]
-        del now["sampling"]  # named by what has changed in it
-        changed = [key for key in now if before.get(key) != now[key]]
-        if changed:
-            message = f"{path} holds trajectories of another {', '.join(changed)}"
-            raise InputError(f"{message}; name another folder")
 
     def sample(
         self,
@@ -176,13 +159,13 @@ class SamplingJob:
         """
         start = self.problems.index(problems[0])
         trajectories = sample_and_grade(
-            sampler=sampler,
-            policy=policy,
-            task=self.task,
-            problems=problems,
-            n=self.samples,
-            sampling=self.sampling,
-            seed=self.seed,
+            sampler,
+            policy,
+            self.task,
+            problems,
+            self.samples,
+            self.sampling,
+            self.seed,
             numbers=range(start, start + len(problems)),
         )
         if trajectories:
