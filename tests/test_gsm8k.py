@@ -20,7 +20,6 @@ READ = {  # what follows the marker, and the number that is read
     "18 dollars. The rest is 5": "18", "18! Or 5?": "18", "5, no, 18\n5": "18", "$$\n18\n$$": "18",
     "-5": "-5", "$-5": "-5", "-$5": "-5", "−5": "-5", "-0": "0", "18-20": "20", "118": "118",
     "1,234,567.50": "1234567.5", ".5": "0.5", "1800": "1800", "18.0001": "18.0001",
-    "1000000000000000000000000000000000001": "1000000000000000000000000000000000001",
     "": None, "eighteen": None, "unclear. I counted 18": None, "unclear\n18": None, "１８": None,
 }  # fmt: skip
 
@@ -70,7 +69,7 @@ def test_a_prompt_without_a_chat_template_shows_worked_examples(policy):
 def test_a_row_without_a_gold_is_rejected(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "18"}))
-    with pytest.raises(InputError, match=r"rows.jsonl .*row 0 holds no number after '####'"):
+    with pytest.raises(InputError, match="rows.jsonl: gsm8k finds no answer to 0"):
         GSM8K().problems(path)
 
 

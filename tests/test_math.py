@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -184,13 +183,6 @@ def test_time_and_memory_are_bounded_whatever_the_child_does(judge, monkeypatch,
         assert judge.child.wait() == -signal.SIGALRM
 
 
-def test_threads_get_their_own_answers(judge):
-    numbers = [str(n) for n in range(40)]
-    answers = [f"{n // 2 * 2 - 5}+5" for n in range(40)]  # right for even numbers
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(judge.same, numbers, answers)) == [True, False] * 20
-
-
 def test_the_child_imports_neither_torch_nor_files_of_the_working_folder(run, judge):
     for name in ("math", "json"):
         (run.folder / f"{name}.py").write_text("raise ImportError")
@@ -207,7 +199,7 @@ def test_prompts_ask_for_a_box_and_examples_show_it():
     problem = MATH().problem({"problem": "What is $1+1$?", "answer": "2"}, 7)
     text = MATH().prompt(problem, Tokenizer)
     assert r"\boxed{}" in text and text.endswith("Question: What is $1+1$?\nAnswer:")
-    golds = [last_box(example["answer"]) for example in PROMPTS["math"]["examples"]]
+    golds = [last_box(example) for example in PROMPTS["math"]["examples"].split("Question: ")[1:]]
     assert golds == ["35", "[-3,4]", r"\frac{7}{36}", r"\frac{3\sqrt{10}}{5}"]
     Tokenizer.chat_template = "yes"
     [message] = MATH().prompt(problem, Tokenizer)
@@ -222,7 +214,5 @@ def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     problems = MATH().problems(path)
     assert [(p.id, p.gold) for p in problems] == [("0", r"\frac{1}{2}"), ("test/b", "4")]
     path.write_text(json.dumps({"problem": "a", "solution": "5"}))
-    with pytest.raises(
-        InputError, match=r"train.jsonl .*row 0 has neither an answer nor a solution"
-    ):
+    with pytest.raises(InputError, match="train.jsonl: math finds no answer to 0"):
         MATH().problems(path)
