@@ -183,7 +183,7 @@ class Rows:
         length_R1 = self.to_device([draft.length for draft in self.drafts])[:, None]
         distance_C = torch.arange(self.longest, -1, -1, device=token_R.device)  # from the cursor
         mask_RC = (distance_C <= length_R1).long()
-        logits_RV = self.forward(token_R[:, None], mask_RC, length_R1, Cache(self.layers))
+        logits_RV = self.forward(token_R[:, None], mask_RC, length_R1, Cache([*self.layers]))
         self.cursor += 1
         self.append(self.drafts, logits_RV)
 
