@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from conftest import SHARED
 
-from topr.io import InputError
 from topr.policy import load_tokenizer
 from topr.tasks import GSM8K
 from topr.tasks.gsm8k import last_number
@@ -15,13 +14,12 @@ from topr.tasks.task import Grade, Problem
 
 INVALID = Grade(-1.0, False, None)
 READ = {  # what follows the marker, and the number that is read
-    "18": "18", "18.": "18", "$18": "18", "$18.00": "18", "18.0.": "18", "018": "18",
-    "**18.** The rest is 5": "18", ":\n\n18": "18", "\\boxed{18}": "18", "$9 * 2 = $18": "18",
-    "18 dollars. The rest is 5": "18", "18! Or 5?": "18", "5, no, 18\n5": "18", "$$\n18\n$$": "18",
-    "-5": "-5", "$-5": "-5", "-$5": "-5", "−5": "-5", "-0": "0", "18-20": "20", "118": "118",
-    "1,234,567.50": "1234567.5", ".5": "0.5", "1800": "1800", "18.0001": "18.0001",
-    "1000000000000000000000000000000000001": "1000000000000000000000000000000000001",
-    "": None, "eighteen": None, "unclear. I counted 18": None, "unclear\n18": None, "１８": None,
+    "18": "18", "18.": "18", "$18": "18",
+    "**18.** The rest is 5": "18", ":\n\n18": "18", "\\boxed{18}": "18",
+    "18 dollars. The rest is 5": "18", "5, no, 18\n5": "18",
+    "-5": "-5", "-$5": "-5", "−5": "-5", "-0": "0", "18-20": "20",
+    "1,234,567.50": "1234567.5", ".5": "0.5", "18.0001": "18.0001",
+    "": None, "eighteen": None, "unclear. I counted 18": None, "１８": None,
 }  # fmt: skip
 
 
@@ -65,13 +63,6 @@ def test_a_prompt_without_a_chat_template_shows_worked_examples(policy):
     for example in text.split("\n\n")[1:-1]:
         answer = example.partition("\nAnswer: ")[2]
         assert task.grade(answer, answer.split()[-1].rstrip(".")).reward == 1
-
-
-def test_a_row_without_a_gold_is_rejected(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "?", "answer": "18"}))
-    with pytest.raises(InputError, match=r"rows.jsonl .*row 0 holds no number after '####'"):
-        GSM8K().problems(path)
 
 
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"needs the data files at {SHARED}")

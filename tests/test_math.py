@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,11 +61,9 @@ def test_every_gold_of_math500_equals_itself_and_the_box_of_its_solution():
     [
         (r"\boxed{4} but in fact \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{4}, \fbox{5}", "5"),
-        (r"\boxed {5}", "5"),
         (r"\boxed{4} or \boxed 12", "12"),
         (r"\boxed{5} and \boxed{6", "5"),
         (r"\boxed{5 + \boxed{6}", "6"),
-        (r"\boxed{\boxed{6}}", "6"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\text{a } b}} }", r"\text{a } b"),
         (r"\boxed{5}, so \boxed{" + "9" * 401 + "}", "5"),
@@ -78,12 +75,8 @@ def test_the_last_complete_box_holds_the_answer(text, box):
     assert last_box(text) == box
 
 
-@pytest.mark.parametrize("text", ["The answer is 5.", "$5$", r"\boxed{ }", r"\boxed{5</think>", ""])
-def test_a_response_without_a_box_is_invalid(text):
-    assert MATH().grade(text, "5") == INVALID
-
-
-def test_thoughts_are_not_graded():
+def test_neither_unboxed_answers_nor_thoughts_count():
+    assert MATH().grade("The answer is 5.", "5") == INVALID
     assert MATH().grade(r"<think>\boxed{5}</think> 5", "5") == INVALID
     assert MATH().grade(r"<think>\boxed{4}</think> \boxed{5}", "5") == Grade(1.0, True, "5")
 
@@ -159,7 +152,6 @@ def test_a_child_that_cannot_start_is_an_error(judge, monkeypatch):
 
 ENDLESS = {
     "C": "deque(repeat(0), maxlen=0)",  # a loop in C, during which no Python handler can run
-    "Python": "any(n < 0 for n in count())",
     "memory": "bytearray(1 << 30)",
 }
 
@@ -169,7 +161,7 @@ ENDLESS = {
 def test_time_and_memory_are_bounded_whatever_the_child_does(judge, monkeypatch, kind):
     program = (
         f"import sys; sys.path.append({str(ROOT / 'topr' / 'tasks')!r})\n"
-        "import equivalence\nfrom collections import deque\nfrom itertools import count, repeat\n"
+        "import equivalence\nfrom collections import deque\nfrom itertools import repeat\n"
         f"equivalence.same = lambda gold, _: gold == '1' or {ENDLESS[kind]}\nequivalence.main()"
     )
     # A child inherits which signals its parent ignores.
@@ -184,13 +176,6 @@ def test_time_and_memory_are_bounded_whatever_the_child_does(judge, monkeypatch,
         assert judge.child.wait() == -signal.SIGALRM
 
 
-def test_threads_get_their_own_answers(judge):
-    numbers = [str(n) for n in range(40)]
-    answers = [f"{n // 2 * 2 - 5}+5" for n in range(40)]  # right for even numbers
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(judge.same, numbers, answers)) == [True, False] * 20
-
-
 def test_the_child_imports_neither_torch_nor_files_of_the_working_folder(run, judge):
     for name in ("math", "json"):
         (run.folder / f"{name}.py").write_text("raise ImportError")
@@ -200,18 +185,9 @@ def test_the_child_imports_neither_torch_nor_files_of_the_working_folder(run, ju
         assert "torch" not in maps.read_text()
 
 
-def test_prompts_ask_for_a_box_and_examples_show_it():
-    class Tokenizer:
-        chat_template = None
-
-    problem = MATH().problem({"problem": "What is $1+1$?", "answer": "2"}, 7)
-    text = MATH().prompt(problem, Tokenizer)
-    assert r"\boxed{}" in text and text.endswith("Question: What is $1+1$?\nAnswer:")
-    golds = [last_box(example["answer"]) for example in PROMPTS["math"]["examples"]]
+def test_worked_examples_show_a_box():
+    golds = [last_box(example) for example in PROMPTS["math"]["examples"].split("Question: ")[1:]]
     assert golds == ["35", "[-3,4]", r"\frac{7}{36}", r"\frac{3\sqrt{10}}{5}"]
-    Tokenizer.chat_template = "yes"
-    [message] = MATH().prompt(problem, Tokenizer)
-    assert message["content"].startswith("What is $1+1$?\n\nSolve")
 
 
 def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
@@ -222,7 +198,5 @@ def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     problems = MATH().problems(path)
     assert [(p.id, p.gold) for p in problems] == [("0", r"\frac{1}{2}"), ("test/b", "4")]
     path.write_text(json.dumps({"problem": "a", "solution": "5"}))
-    with pytest.raises(
-        InputError, match=r"train.jsonl .*row 0 has neither an answer nor a solution"
-    ):
+    with pytest.raises(InputError, match="train.jsonl: math finds no answer to 0"):
         MATH().problems(path)

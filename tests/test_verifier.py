@@ -17,15 +17,12 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<
     ("text", "expected"),
     [
         ("6 * 5 is 30.\nVerdict: correct", Grade(1.0, True, "correct")),
-        ("Verdict: **Correct**.", Grade(1.0, True, "correct")),
-        ("Verdict: incorrect", Grade(-1.0, True, "incorrect")),
         ("Verdict: correct? No. Verdict: incorrect", Grade(-1.0, True, "incorrect")),
         ("<think>Verdict: correct</think>Verdict: incorrect", Grade(-1.0, True, "incorrect")),
-        ("**Verdict**: correct", Grade(1.0, True, "correct")),
+        ("**Verdict**: **Correct**.", Grade(1.0, True, "correct")),
         ("Verdict: correct or incorrect?", INVALID),
         ("Verdict: correct\nThank you.", Grade(1.0, True, "correct")),
         ("correct", INVALID),
-        ("Verdict:", INVALID),
     ],
 )
 def test_the_last_verdict_counts(text, expected):
@@ -38,10 +35,9 @@ def test_problems_are_balanced_trajectories_always_the_same(tmp_path, policy):
     everything = Verifier().candidates(rows)
     assert [p.solution for p in everything] == [row.response for row in rows]
     assert [p.gold == "correct" for p in everything] == [row.reward > 0 for row in rows]
-    assert len({p.id for p in everything}) == 23
     problems = Verifier().problems(path)
-    golds = [p.gold for p in problems]
-    rarer = min(sum(row.reward > 0 for row in rows), sum(row.reward < 0 for row in rows))
+    golds, rewards = [p.gold for p in problems], [row.reward for row in rows]
+    rarer = min(rewards.count(1), rewards.count(-1))
     assert golds.count("correct") == golds.count("incorrect") == rarer
     assert problems == Verifier().problems(path)
     assert problems == [p for p in everything if p in problems]  # in the file's order
@@ -59,7 +55,6 @@ def test_the_question_stands_alone_in_the_prompt(policy, template):
     asked, _ = encode_prompt(GSM8K().prompt(problem, tokenizer), tokenizer)
     verifier = Verifier(GSM8K())
     assert verifier.question(asked, tokenizer) == "How many eggs?"
-    assert verifier.question("another prompt", tokenizer) == "another prompt"
     candidate = Problem("0", asked, "correct", "It is 5.<eos>Verdict: correct")
     text, _ = encode_prompt(verifier.prompt(candidate, tokenizer), tokenizer)
     assert text.count("How many eggs?\n\nSolution: It is 5.") == 1
@@ -90,10 +85,9 @@ def test_the_embedded_verifier_judges_every_step():
         assert task.grade(response, "1") == INVALID
 
 
-@pytest.mark.parametrize(("split", "problems"), [("val", 200), ("test", 300)])
-def test_shipped_candidates_come_from_the_shipped_base(split, problems):
-    rows = read_trajectories(ROOT / "data" / "arithmetic" / "verifier" / f"{split}.parquet")
-    assert len(rows) == 4 * problems
+def test_shipped_candidates_come_from_the_shipped_base():
+    rows = read_trajectories(ROOT / "data" / "arithmetic" / "verifier" / "test.parquet")
+    assert len(rows) == 4 * 300
     for row in rows:
         grade = Arithmetic().grade(row.response, row.gold) if row.finished else INVALID
         assert (row.reward, row.valid, row.answer) == grade

@@ -1,43 +1,29 @@
-"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate, right under FSDP2; schedules."""
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate; schedules."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-EPSILON = 1e-30  # added to squared gradients
-SMALLEST_SCALE = 1e-3  # of a parameter, with `scale_parameter`
-
 
 class Adafactor(torch.optim.Optimizer):
-    """Second moments factored into rows and columns, no first moment, updates clipped at root mean square 1.
+    """Second moments factored into rows and columns, no first moment, updates clipped at root mean
+    square 1.
 
-    The learning rate is absolute, as the paper's 5e-7 means it: equal to transformers' `Adafactor` with
-    `scale_parameter=False, relative_step=False`. Only the parameter itself is written in place, since in-place
-    operations on partial DTensors fail.
+    The learning rate is absolute, as the paper's 5e-7 means it: equal to transformers' `Adafactor`
+    with `scale_parameter=False, relative_step=False`. That one and torch's fail under FSDP2, since
+    they change partial DTensors in place.
 
     Args:
-        scale_parameter: multiply it by each parameter's root mean square and bound it by 1/sqrt(step), as torch does.
         weight_decay: decoupled, times the learning rate.
     """
 
     def __init__(
-        self,
-        params: Iterable,
-        lr: float = 5e-7,
-        scale_parameter: bool = False,
-        weight_decay: float = 0.0,
+        self, params: Iterable, lr: NonNegativeFloat = 5e-7, weight_decay: NonNegativeFloat = 0.0
     ):
-        if lr < 0 or weight_decay < 0:
-            raise ValueError(
-                f"Adafactor: lr = {lr} and weight_decay = {weight_decay} must not be negative"
-            )
-        super().__init__(
-            params, {"lr": lr, "scale_parameter": scale_parameter, "weight_decay": weight_decay}
-        )
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -47,36 +33,37 @@ class Adafactor(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), self.state[parameter], group)
+                    update = scaled(parameter.grad.float(), self.state[parameter])
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.sub_(update * group["lr"])
         return loss
 
-    def _update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> None:
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        new = state["step"].item() ** -0.8  # 1 - beta2: the first step forgets its zeros entirely
-        squared = gradient.square() + EPSILON
-        factors = (
-            {"row": squared.mean(-1), "column": squared.mean(-2)}
-            if squared.dim() > 1
-            else {"both": squared}
-        )
-        for name, value in factors.items():
-            value = _whole(value) if name == "column" else value
-            state[name] = value if name not in state else state[name] * (1 - new) + value * new
-        if squared.dim() > 1:
-            row = state["row"] / _whole(state["row"].mean(-1, keepdim=True))
-            update = gradient * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
-        else:
-            update = gradient * state["both"].rsqrt()
-        update = update / _rms(update).clamp(min=1.0)
-        rate = group["lr"]
-        if group["scale_parameter"]:
-            rate = min(rate, state["step"].item() ** -0.5) * _rms(parameter).clamp(
-                min=SMALLEST_SCALE
-            )
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update * rate)
+
+def scaled(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The gradient over the root of its second moment, clipped; the state is brought up to date."""
+    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+    weight = state["step"].item() ** -0.8  # of the newest gradient; 1 at the first step
+
+    def average(name: str, value: Tensor) -> Tensor:
+        state[name] = state.get(name, 0.0) * (1 - weight) + value * weight
+        return state[name]
+
+    squared = gradient.square() + 1e-30
+    if squared.dim() > 1:
+        row = average("row", whole(squared.mean(-1)))
+        column = average("column", whole(squared.mean(-2)))
+        row = row / row.mean(-1, keepdim=True)
+        update = gradient * row.rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+    else:
+        update = gradient * average("both", squared).rsqrt()
+    return update / update.square().mean().sqrt().clamp(min=1.0)
+
+
+def whole(mean: Tensor) -> Tensor:
+    """A mean, under FSDP2 on every rank that of all shards."""
+    if isinstance(mean, DTensor):
+        return mean.redistribute(placements=[Replicate()] * mean.device_mesh.ndim)
+    return mean
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
@@ -97,18 +84,5 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     ):
         from transformers import get_scheduler
 
-        super().__init__(
-            optimizer,
-            get_scheduler(name, optimizer, num_warmup_steps, num_training_steps).lr_lambdas,
-        )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A mean over shards, complete on every rank."""
-    if isinstance(tensor, DTensor):
-        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return tensor
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    return _whole(tensor.float().square().mean()).sqrt()
+        schedule = get_scheduler(name, optimizer, num_warmup_steps, num_training_steps)
+        super().__init__(optimizer, schedule.lr_lambdas)

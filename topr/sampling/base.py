@@ -82,19 +82,15 @@ class Sampler(Configurable, ABC):
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
     """The test for the end: an end token, a complete stop string, or max_new_tokens."""
     end_tokens = policy.end_tokens
-    # A token may hold a single byte, and the first ones may be a part of a character.
+    # The last tokens: each may hold a single byte, and the first ones a part of a character.
     window = 4 + len("".join(sampling.stop).encode())
-
-    def contains_stop(ids: Ids) -> bool:
-        text = policy.tokenizer.decode(ids)
-        return any(stop in text for stop in sampling.stop)
 
     def ended(ids: Ids) -> bool:
         if ids[-1] in end_tokens or len(ids) == sampling.max_new_tokens:
             return True
         if not sampling.stop:
             return False
-        # The whole text decides; it is decoded only if its last tokens contain a stop string.
-        return contains_stop(ids[-window:]) and contains_stop(ids)
+        text = policy.tokenizer.decode(ids[-window:])
+        return any(stop in text for stop in sampling.stop)
 
     return ended

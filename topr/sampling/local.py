@@ -17,8 +17,7 @@ Shapes: R rows, C columns, P prompts, L columns of the prompts, H key/value head
 V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +27,21 @@ import torch.nn.functional as F
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from topr.distributed import stop_requested
+from topr.io import InputError
 from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response
+
+PREFILL = 512  # tokens of prompts that are computed at once
 
 
 class LocalSampler(Sampler):
     """Samples in this process. A requested stop returns the responses so far, also unfinished ones.
 
     Args:
-        rows: at most this many responses are decoded side by side; fewer if no more fit into a
-            GPU's memory (models like Mamba are not limited).
+        rows: at most this many responses are decoded side by side, by default 512; fewer if no more
+            fit into a GPU's memory.
     """
 
     def __init__(self, rows: PositiveInt | None = None):
@@ -48,18 +49,14 @@ class LocalSampler(Sampler):
 
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
+        if policy.model._is_stateful:  # Mamba, for example
+            problem = f"policy {policy.name!r} caches more than keys and values"
+            raise InputError(f"{problem}; sample on a server, with data.val and data.test null")
         groups = []  # the n drafts of each prompt
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             draws = np.random.default_rng([seed, index]).random((n, sampling.max_new_tokens))
             groups.append([Draft(prompt, iter(draws_of_one)) for draws_of_one in draws])
-        queue = [draft for group in groups for draft in group]
-        queue.sort(key=lambda draft: len(draft.prompt), reverse=True)
-        if caches_keys_and_values_only(policy.model):
-            Rows(policy, sampling, queue, n, self.rows).decode()
-        else:
-            while queue and not stop_requested.is_set():
-                generate(policy, sampling, queue[: self.rows])
-                queue = queue[self.rows :]
+        Rows(policy, sampling, groups, self.rows).decode()
 
         responses = []
         for group in groups:
@@ -76,19 +73,11 @@ class Draft:
     draws: Iterator[float]  # a uniform random number for each token
     ids: Ids = field(default_factory=list)
     ended: bool = False  # its row is free
-    prompt_row: int = 0  # of its prompt among those computed together
 
     @property
     def length(self):
         """The columns of its row; its newest token has none yet."""
         return 0 if self.ended else len(self.prompt) + len(self.ids) - 1
-
-
-def caches_keys_and_values_only(model):
-    """Whether rows can be refilled; the cache of Mamba, for example, holds another state."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    kinds = {type(layer) for layer in layers}
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not model._is_stateful
 
 
 class Rows:
@@ -97,21 +86,18 @@ class Rows:
     Args:
         policy: the model to sample from.
         sampling: sampling parameters.
-        queue: the `Draft`s to extend, those of one prompt together, the longest prompts first. The
-            columns before the cursor then have room for every later prompt.
-        n: drafts of each prompt.
+        groups: the `Draft`s to extend, those of each prompt together.
         most: responses side by side.
     """
 
-    def __init__(self, policy, sampling, queue, n, most):
-        self.model = policy.model
-        self.device = policy.device
+    def __init__(self, policy, sampling, groups, most):
+        self.policy = policy
         self.sampling = sampling
         self.is_end = end_of_response(policy, sampling)
-        self.queue = queue
-        self.waiting: list[Draft] = []  # their prompts are computed
-        self.n = n
-        self.most = most
+        # The longest first: the columns before the cursor then have room for every later prompt.
+        self.queue = sorted(groups, key=lambda group: len(group[0].prompt), reverse=True)
+        self.waiting: list[tuple[int, Draft]] = []  # with their prompts' places in prompt_states
+        self.most = min(most, sum(map(len, groups)))
         free = Draft(prompt=[], draws=iter([]), ids=[0], ended=True)
         self.drafts = [free]  # of each row; a row is free when its draft has ended
         self.layers: list[RowLayer] = []
@@ -131,15 +117,19 @@ class Rows:
 
     def prefill(self):
         """Compute the next prompts. The first call makes the rows."""
-        count = max(1, self.most // len(self.queue[0].prompt)) * self.n
-        self.waiting = self.queue[:count]
-        for i, draft in enumerate(self.waiting):
-            draft.prompt_row = i // self.n
-        ids_PL, mask_PL = pad_left(self.waiting[:: self.n], self.device)
+        count = max(1, PREFILL // len(self.queue[0][0].prompt))
+        prompts = []
+        for place, group in enumerate(self.queue[:count]):
+            prompts.append(torch.tensor(group[0].prompt))
+            self.waiting += [(place, draft) for draft in group]
+        del self.queue[:count]
+        ids_PL = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+        ids_PL = ids_PL.to(self.policy.device)
+        mask_PL = (ids_PL >= 0).long()
         position_PL = (mask_PL.cumsum(-1) - 1).clamp(min=0)
         # Made without the model's config, whose sliding windows would drop columns.
         cache: Any = DynamicCache()
-        self.prompt_logits_PV = self.forward(ids_PL, mask_PL, position_PL, cache)
+        self.prompt_logits_PV = self.forward(ids_PL.clamp(min=0), mask_PL, position_PL, cache)
         self.prompt_width = ids_PL.shape[1]
         self.prompt_states = []  # keys and values of each layer, [P, H, L, D]
         for layer in cache.layers:
@@ -149,14 +139,13 @@ class Rows:
             self.prompt_states.append(states_PHLD.to(self.prompt_logits_PV.dtype))
         if not self.layers:
             self.allocate()
-        self.queue = self.queue[count:]
 
     def allocate(self):
         """Make as many rows as are wanted and fit into a GPU's memory."""
-        rows = min(self.most, len(self.queue))
-        if self.device.type == "cuda":
+        rows = self.most
+        if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-            rows = min(rows, self.rows_that_fit(torch.cuda.mem_get_info(self.device)[0]))
+            rows = min(rows, self.rows_that_fit(torch.cuda.mem_get_info(self.policy.device)[0]))
         self.cursor = self.prompt_width  # the column to write next
         self.longest = 0  # row, in columns
         self.layers = [RowLayer(self, states) for states in self.prompt_states]
@@ -167,23 +156,21 @@ class Rows:
         """How many rows of the greatest length fit into `free` bytes."""
         longest = self.prompt_width + self.sampling.max_new_tokens
         column = sum(states_PHLD[0, :, 0].nbytes for states_PHLD in self.prompt_states)
-        # A quarter for `resize`; scores are in float32, sorted, and summed in float64.
-        row = 1.25 * longest * column + 16 * self.prompt_logits_PV.shape[1]
-        # A fifth is left for the layers' own tensors.
-        return max(1, int(0.8 * free / row))
+        # A quarter is for `resize`, the rest for logits and the layers' own tensors.
+        return max(1, int(free / (1.6 * longest * column)))
 
     def start(self, free):
         """Copy prompts into free rows, and sample the first tokens of their responses."""
-        drafts = self.waiting[: len(free)]
-        self.waiting = self.waiting[len(free) :]
-        row_R = to_device(free[: len(drafts)], self.device)
-        prompt_R = to_device([draft.prompt_row for draft in drafts], self.device)
+        places, drafts = zip(*self.waiting[: len(free)], strict=True)
+        del self.waiting[: len(free)]
+        row_R = self.to_device(free[: len(drafts)])
+        place_R = self.to_device(places)
         columns = slice(self.cursor - self.prompt_width, self.cursor)
         for layer, states_PHLD in zip(self.layers, self.prompt_states, strict=True):
-            layer.states_RHCD[row_R, :, columns] = states_PHLD[prompt_R]
+            layer.states_RHCD[row_R, :, columns] = states_PHLD[place_R]
         for row, draft in zip(free, drafts, strict=False):
             self.drafts[row] = draft
-        self.append(drafts, self.prompt_logits_PV[prompt_R])
+        self.append(drafts, self.prompt_logits_PV[place_R])
 
     def step(self):
         """Compute the newest token of every row, and sample the next one."""
@@ -192,17 +179,17 @@ class Rows:
         # Free rows are not dropped at once, because that copies all states.
         if self.cursor == self.columns or len(taken) < 0.75 * len(self.drafts):
             self.resize(taken)
-        token_R1 = to_device([draft.ids[-1] for draft in self.drafts], self.device)[:, None]
-        length_R1 = to_device([draft.length for draft in self.drafts], self.device)[:, None]
-        distance_C = torch.arange(self.longest, -1, -1, device=self.device)  # from the cursor
+        token_R = self.to_device([draft.ids[-1] for draft in self.drafts])
+        length_R1 = self.to_device([draft.length for draft in self.drafts])[:, None]
+        distance_C = torch.arange(self.longest, -1, -1, device=token_R.device)  # from the cursor
         mask_RC = (distance_C <= length_R1).long()
-        logits_RV = self.forward(token_R1, mask_RC, length_R1, Cache([*self.layers]))
+        logits_RV = self.forward(token_R[:, None], mask_RC, length_R1, Cache([*self.layers]))
         self.cursor += 1
         self.append(self.drafts, logits_RV)
 
     def forward(self, ids_RL, mask_RC, position_RL, cache):
         """The logits after the last of these tokens, [R, V]; the cache then holds the tokens."""
-        output = self.model(
+        output = self.policy.model(
             input_ids=ids_RL,
             attention_mask=mask_RC,
             position_ids=position_RL,
@@ -214,8 +201,8 @@ class Rows:
 
     def append(self, drafts, logits_RV):
         """Sample the next token of each draft. A draft that ends frees its row."""
-        draws = [next(draft.draws, 0.0) for draft in drafts]
-        tokens = sample_tokens(logits_RV, draws, self.sampling).tolist()
+        draw_R = self.to_device([next(draft.draws, 0.0) for draft in drafts])
+        tokens = sample_tokens(logits_RV, draw_R, self.sampling).tolist()
         for draft, token in zip(drafts, tokens, strict=True):
             if not draft.ended:
                 draft.ids.append(token)
@@ -226,12 +213,16 @@ class Rows:
         self.drafts = [self.drafts[row] for row in rows]
         used = max(self.longest, self.prompt_width)
         self.columns = used + max(32, used // 4)
-        row_R = to_device(rows, self.device)
+        row_R = self.to_device(rows)
         for layer in self.layers:
             kept_RHCD = layer.states_RHCD[row_R, :, self.cursor - used : self.cursor]
             # Zeros, because a masked value is multiplied by 0, which does not remove NaN.
             layer.states_RHCD = F.pad(kept_RHCD, (0, 0, 0, self.columns - used))
         self.cursor = used
+
+    def to_device(self, numbers):
+        """Numbers as float64 or int64 on the policy's device; a GPU keeps computing meanwhile."""
+        return torch.from_numpy(np.array(numbers)).to(self.policy.device, non_blocking=True)
 
 
 class RowLayer(DynamicLayer):
@@ -239,7 +230,6 @@ class RowLayer(DynamicLayer):
 
     def __init__(self, rows, states_RHCD):
         super().__init__()
-        self.is_initialized = True
         self.rows = rows
         self.states_RHCD = states_RHCD
 
@@ -254,34 +244,7 @@ class RowLayer(DynamicLayer):
         return self.rows.longest
 
 
-def generate(policy, sampling, drafts):
-    """Extend drafts by transformers' `generate`, which waits for the longest response."""
-    ids_PL, mask_PL = pad_left(drafts, policy.device)
-
-    def choose(ids_RL, logits_RV):
-        """Make the sampled token the only possible one."""
-        token_R = sample_tokens(logits_RV, [next(draft.draws) for draft in drafts], sampling)
-        return F.one_hot(token_R, logits_RV.shape[1]).log()
-
-    model = copy(policy.model)
-    # The model's own settings, such as suppressed tokens, would change the distribution.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=sorted(policy.end_tokens),
-        pad_token_id=0,
-    )
-    # synced_gpus: each rank has all weights, and need not wait for the others.
-    output_RL = model.generate(
-        ids_PL, attention_mask=mask_PL, logits_processor=[choose], synced_gpus=False
-    )
-    is_end = end_of_response(policy, sampling)
-    for draft, ids in zip(drafts, output_RL[:, ids_PL.shape[1] :].tolist(), strict=True):
-        while not draft.ended:
-            draft.ids.append(ids[len(draft.ids)])
-            draft.ended = is_end(draft.ids)
-
-
-def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling) -> Tensor:
+def sample_tokens(logits_RV: Tensor, draw_R: Tensor, sampling: Sampling) -> Tensor:
     """A token of each row, [R], by its uniform random number: the first token at which the sum of
     the probabilities exceeds that number. Temperature, top-k, top-p, in transformers' order."""
     if sampling.temperature == 0:
@@ -297,21 +260,7 @@ def sample_tokens(logits_RV: Tensor, draws: Sequence[float], sampling: Sampling)
         likelier_RV = share_RV.cumsum(-1) - share_RV
         share_RV = share_RV.masked_fill(likelier_RV >= sampling.top_p, 0.0)
     sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
-    draw_R1 = to_device(draws, sum_RV.device)[:, None]
-    choice_R1 = torch.searchsorted(sum_RV, draw_R1 * sum_RV[:, -1:], right=True)
+    choice_R1 = torch.searchsorted(sum_RV, draw_R[:, None] * sum_RV[:, -1:], right=True)
     if likeliest_first:
         choice_R1 = token_RV.gather(1, choice_R1)
     return choice_R1[:, 0]
-
-
-def to_device(numbers, device):
-    """Numbers, float64 or int64, on a device; a GPU keeps computing meanwhile."""
-    return torch.from_numpy(np.array(numbers)).to(device, non_blocking=True)
-
-
-def pad_left(drafts, device):
-    """Token ids and attention mask of the drafts' prompts, [P, L] both."""
-    rows = [torch.tensor(draft.prompt) for draft in drafts]
-    ids_PL = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
-    ids_PL = ids_PL.to(device, non_blocking=True)
-    return ids_PL.clamp(min=0), (ids_PL >= 0).long()

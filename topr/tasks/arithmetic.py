@@ -5,7 +5,6 @@ Prompt `9+3*2-4>`, correct response `9+3=12;12*2=24;24-4=20;#20` and the end tok
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
@@ -15,7 +14,6 @@ from topr.tasks.task import Grade, Problem, Task, exact_grade
 from topr.tasks.verifier import Verifier
 
 
-@dataclass(eq=False)
 class Arithmetic(Task):
     """Left-to-right arithmetic on integers.
 
@@ -26,19 +24,13 @@ class Arithmetic(Task):
     name = "arithmetic"
     requires_end = True
 
-    max_new_tokens: PositiveInt = 40
-
-    def __post_init__(self) -> None:
-        self.sampling = Sampling(
-            temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=self.max_new_tokens
-        )
+    def __init__(self, max_new_tokens: PositiveInt = 40):
+        self.sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens)
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the response ends in `#` and the gold; invalid without one numeric `#answer`."""
-        found = re.fullmatch(r"[^#]*#([0-9]{1,20})", response)
-        if found is None:
-            return exact_grade(None, gold)
-        return exact_grade(str(int(found[1])), gold)
+        found = re.fullmatch(r"[^#]*#0*([0-9]{1,20})", response)
+        return exact_grade(found[1] if found else None, gold)
 
 
 class ArithmeticVerifier(Verifier):

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from topr.io import InputError, explained
+from topr.io import InputError
 from topr.sampling.base import Sampling
 from topr.settings import Configurable
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+Columns = dict[str, tuple[type, ...]]
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
 
 
@@ -52,29 +53,28 @@ class Task(Configurable, ABC):
     instruction = ""  # a key of prompts.yaml; none: the prompt is the problem's own
     marker = ""  # what the instruction asks for
     # Columns of the problem file and their types. Optional ones may be absent.
-    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
-    optional: dict[str, tuple[type, ...]] = {"id": (str, int)}
+    columns: Columns = {"prompt": (str,), "gold": (str,)}
+    optional: Columns = {"id": (str, int)}
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
 
         Raises:
-            InputError: a row is malformed, or two problems have the same id.
+            InputError: a row is malformed or has no gold, or two problems have the same id.
         """
         from topr.trajectories.rows import load_rows
 
         rows = load_rows(source, self.columns, self.optional)
-        with explained(f"{source} does not hold problems of {self.name}", ValueError):
-            problems = [self.problem(row, index) for index, row in enumerate(rows)]
-        ids = [problem.id for problem in problems]
-        if len(set(ids)) < len(ids):
+        problems = [self.problem(row, index) for index, row in enumerate(rows)]
+        for problem in problems:
+            if not problem.gold:
+                raise InputError(f"{source}: {self.name} finds no answer to {problem.id}; add one")
+        if len({problem.id for problem in problems}) < len(problems):
             raise InputError(f"{source}: several problems have the same id; make ids unique")
         return problems
 
     def problem(self, row: dict[str, Any], index: int) -> Problem:
-        """Convert a row of the problem file; a ValueError if it cannot be used.
-
-        Without an `id` the row's index is the id."""
+        """Convert a row of the problem file. Without an `id` the row's index is the id."""
         return Problem(str(row.get("id", index)), row["prompt"], row["gold"])
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
@@ -88,11 +88,8 @@ class Task(Configurable, ABC):
         instruction = texts["instruction"].replace("{marker}", self.marker)
         if tokenizer.chat_template is not None:
             return [{"role": "user", "content": f"{problem.prompt}\n\n{instruction}"}]
-        prompt = f"{instruction}\n\n"
-        for example in texts["examples"]:
-            answer = example["answer"].replace("{marker}", self.marker)
-            prompt += f"Question: {example['question']}\nAnswer: {answer}\n\n"
-        return f"{prompt}Question: {problem.prompt}\nAnswer:"
+        examples = texts["examples"].replace("{marker}", self.marker)
+        return f"{instruction}\n\n{examples}\n\nQuestion: {problem.prompt}\nAnswer:"
 
     @abstractmethod
     def grade(self, response: str, gold: str) -> Grade:

@@ -39,17 +39,14 @@ class Verifier(Task):
         for path in resolve_files(str(source), "solutions to judge"):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
-        alike: dict[str, list[str]] = {}
-        for problem in problems:
-            alike.setdefault(problem.gold, []).append(problem.id)
-        if len(alike) < 2:
+        first = [problem for problem in problems if problem.gold == problems[0].gold]
+        others = [problem for problem in problems if problem.gold != problems[0].gold]
+        if not others:
             raise InputError(f"{source}: every solution is {problems[0].gold}; sample more")
-        count = min(map(len, alike.values()))
+        count = min(len(first), len(others))
         rng = random.Random(0)
-        kept: set[str] = set()
-        for ids in alike.values():
-            kept.update(rng.sample(ids, count))
-        return [problem for problem in problems if problem.id in kept]
+        chosen = rng.sample(first, count) + rng.sample(others, count)
+        return sorted(chosen, key=problems.index)
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
         """A problem for each trajectory, whose reward decides the right verdict."""
@@ -71,22 +68,19 @@ class Verifier(Task):
         return super().prompt(replace(problem, prompt=asked), tokenizer)
 
     def question(self, prompt: str, tokenizer: Any) -> str:
-        """The question within a prompt of the candidates' task; otherwise the whole prompt."""
+        """The question within a prompt of the candidates' task."""
         if self.task is None:
             return prompt
         blank = self.task.prompt(Problem("", "\0", ""), tokenizer)
         before, _, after = render_prompt(blank, tokenizer).partition("\0")
-        if prompt.startswith(before) and prompt.endswith(after):
-            return prompt.removeprefix(before).removesuffix(after)
-        return prompt
+        return prompt.removeprefix(before).removesuffix(after)
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without a verdict."""
         text = re.sub("[*_`]", "", after_thinking(response))
         _, marker, rest = text.rpartition(self.marker)
-        verdict = rest.strip().partition("\n")[0].strip(" .!").lower()
-        known = marker and verdict in self.verdicts
-        return exact_grade(verdict if known else None, gold)
+        verdict = re.match(r"\s*(correct|incorrect)[ .!]*$", rest, re.IGNORECASE | re.MULTILINE)
+        return exact_grade(verdict[1].lower() if marker and verdict else None, gold)
 
     def weight(self, critiques: list[Trajectory]) -> float:
         """A solution's weight in a vote: the share of its critiques that call it correct."""
