@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, make_policy
 
-from topr import io, iterate
+from topr import commands, iterate
 from topr.evaluation import SamplingJob, read_parts
 from topr.identity import policy_hash
 from topr.policy import load_policy
@@ -78,7 +78,7 @@ def arrange(folder: Path, patch) -> Train:
 
 def drive() -> None:
     """`iterate.main` without its handlers of signals."""
-    with io.command():
+    with commands.command():
         iterate.iterate(*iterate.make_parser().parse_known_args())
 
 
