@@ -65,7 +65,7 @@ def reproduce(
         "setting": setting,
         "claims": [],
     }
-    for number in sorted(map(int, numbers)):
+    for number in sorted(map(int, set(numbers))):
         claim, drawn = measure(study, number)
         report["claims"].append(claim)
         write_text(out / name / "claims.md", markdown(report))
