@@ -112,9 +112,9 @@ def draw(path: Path, results: pd.DataFrame) -> None:
         values.columns = values.columns.str.rpartition(" at ").droplevel(1)
         means = values.mean().unstack(0, sort=False)
         errors = half_width(values).unstack(0, sort=False)
-        style = "o" if len(means.columns) == 1 else "o-"
-        places = range(len(means))
-        means.plot(ax=panel, yerr=errors, style=style, xticks=places, rot=90, capsize=3)
+        curves = len(means.columns) > 1
+        line = {"marker": "o", "linestyle": "-" if curves else "none", "capsize": 3}
+        means.plot(ax=panel, yerr=errors, xticks=range(len(means)), rot=90, legend=curves, **line)
         panel.set(title=metric, ylabel="per cent, 95% interval")
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
