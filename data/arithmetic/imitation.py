@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -11,7 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
-from topr.policy import Policy, export_policy, load_policy
+from topr.policy import Policy
+from topr.policy.model import check_forward
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 
@@ -46,11 +45,8 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/policy"
-        export_policy(Policy(LlamaForCausalLM(config), tokenizer, path), Path(path))
-        policy = load_policy(path)
-    policy.tokenizer = tokenizer
+    policy = Policy(LlamaForCausalLM(config), tokenizer, "arithmetic")
+    check_forward(policy)  # it shares prompts, as a policy that is loaded does
     return policy
 
 
@@ -68,22 +64,16 @@ def imitate(
     tokenizer = policy.tokenizer
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * steps)
-    policy.train()
-    for step in range(1, steps + 1):
+    for _ in range(steps):
         prompt_ids = []
         response_ids = []
         for prompt, response, finished in islice(demonstrations, batch_size):
             prompt_ids.append(np.array(tokenizer(prompt)["input_ids"]))
-            ids = tokenizer(response)["input_ids"]
-            if finished:
-                ids.append(tokenizer.eos_token_id)
-            response_ids.append(np.array(ids, dtype=int))
+            end = tokenizer.eos_token if finished else ""
+            response_ids.append(np.array(tokenizer(response + end)["input_ids"]))
         loss = -policy.log_probs(pack(prompt_ids, response_ids)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
-            print(f"base policy: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
-    policy.eval()

@@ -61,15 +61,9 @@ def make_base(
         samples: trajectories per train problem; 0 writes none
     """
     check_folder("--out", out)
-    problems = {}
-    for number, (split, count) in enumerate((("train", train), ("val", val), ("test", test)), 1):
+    for number, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), 1):
         rng = np.random.default_rng([seed, number])
-        problems[split] = different(problems_of(setting, split, rng), count)
-        rows = [
-            {"id": each.id, "prompt": each.prompt, "gold": each.gold} for each in problems[split]
-        ]
-        lines = [json.dumps(row) + "\n" for row in rows]
-        write_text(out / f"{split}.jsonl", "".join(lines))
+        write_text(out / f"{split}.jsonl", different(problems_of(setting, split, rng), count))
 
     torch.manual_seed(seed)
     policy = make_policy(make_tokenizer(LETTERS + SEPARATORS if setting.filler else ""))
@@ -80,7 +74,7 @@ def make_base(
 
     if samples:
         task = Arithmetic(setting.max_new_tokens)
-        write_responses(out / "train.parquet", out / "base", task, problems["train"], samples, seed)
+        write_responses(out / "train.parquet", out, task, samples, seed)
 
 
 def make_verifier(
@@ -100,22 +94,21 @@ def make_verifier(
         samples: solutions of each val and test problem
     """
     check_folder("--out", out)
-    task = Arithmetic()
     for split in ("val", "test"):
-        problems = task.problems(data / f"{split}.jsonl")
-        write_responses(out / f"{split}.parquet", data / "base", task, problems, samples, seed)
+        write_responses(out / f"{split}.parquet", data, Arithmetic(), samples, seed)
     policy = load_policy(str(data / "base"))
     imitate(policy, judgements(Setting(), np.random.default_rng([seed, 0])), steps)
     export_policy(policy, out / "base")
 
 
-def different(problems: Iterator[Problem], count: int) -> list[Problem]:
-    """The first `count` different problems."""
-    found: dict[str, Problem] = {}
+def different(problems: Iterator[Problem], count: int) -> str:
+    """The first `count` different problems, as JSON lines."""
+    found: dict[str, None] = {}
     while len(found) < count:
         problem = next(problems)
-        found.setdefault(problem.prompt, problem)
-    return list(found.values())
+        row = {"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}
+        found[json.dumps(row) + "\n"] = None
+    return "".join(found)
 
 
 def demonstrations(setting: Setting, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
@@ -125,12 +118,12 @@ def demonstrations(setting: Setting, rng: np.random.Generator) -> Iterator[tuple
         yield problem.prompt, response, finished
 
 
-def write_responses(
-    path: Path, policy: Path, task: Arithmetic, problems: list[Problem], samples: int, seed: int
-) -> None:
-    """Write graded and scored responses of a policy to problems."""
-    job = SamplingJob(str(policy), task, problems, samples, task.sampling, seed)
-    rows = job.sample(problems, LocalSampler(), load_policy(str(policy)), microbatch_tokens=16384)
+def write_responses(path: Path, data: Path, task: Arithmetic, samples: int, seed: int) -> None:
+    """Write graded and scored responses of the base policy to the problems of that name."""
+    policy = str(data / "base")
+    problems = task.problems(data / f"{path.stem}.jsonl")
+    job = SamplingJob(policy, task, problems, samples, task.sampling, seed)
+    rows = job.sample(problems, LocalSampler(), load_policy(policy), microbatch_tokens=16384)
     write_trajectories(path, rows, job.metadata)
 
 

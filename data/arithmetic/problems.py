@@ -5,7 +5,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import product
 
 import numpy as np
 
@@ -26,15 +26,6 @@ SEPARATORS = ";,."
 
 
 @dataclass
-class Bug:
-    """A systematic mistake: the carry into the tens, or the borrow from them, is forgotten."""
-
-    operator: Literal["+", "-", "*"]
-    operands: tuple[int, int]  # smallest and largest operand that is affected
-    rate: float  # probability in steps that carry or borrow
-
-
-@dataclass
 class Errors:
     """Probabilities of mistakes in demonstrations."""
 
@@ -43,7 +34,8 @@ class Errors:
     digit: float = 0.06  # per step: a wrong digit in the result
     skip: float = 0.06  # per step: the operand is left out
     loop: float = 0.06  # per step: it is repeated until the length limit
-    bugs: list[Bug] = field(default_factory=list)  # per step: that of its operator and operand
+    # per step, by operator and operand: the carry into the tens, or the borrow, is forgotten
+    carry: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,15 +55,13 @@ def draw(setting: Setting, rng: np.random.Generator) -> Problem:
     value = int(rng.choice(OPERANDS))
     prompt = str(value)
     for _ in range(rng.choice(range(fewest, most + 1), p=setting.weights)):
-        steps = [
-            (symbol, operand)
-            for symbol in OPERATORS
-            for operand in OPERANDS
-            if 0 <= APPLY[symbol](value, operand) <= LARGEST
-        ]
-        symbol, operand = steps[rng.integers(len(steps))]
-        prompt += f"{symbol}{operand}"
-        value = APPLY[symbol](value, operand)
+        steps = []
+        for symbol, operand in product(OPERATORS, OPERANDS):
+            result = APPLY[symbol](value, operand)
+            if 0 <= result <= LARGEST:
+                steps.append((f"{symbol}{operand}", result))
+        text, value = steps[rng.integers(len(steps))]
+        prompt += text
     return Problem(prompt + ">", prompt + ">", str(value))
 
 
@@ -106,7 +96,7 @@ def demonstration(
         if event < errors.skip + errors.digit:
             result = wrong_digit(APPLY[symbol](value, operand), rng)
         else:
-            result = apply(errors.bugs, value, symbol, operand, rng)
+            result = apply(errors.carry, value, symbol, operand, rng)
         step = f"{value}{symbol}{operand}={result}"
         step = wrap(step, rng) if setting.filler else f"{step};"
         if 1 - errors.loop <= event < 1.0:
@@ -121,26 +111,29 @@ def demonstration(
     return f"{solution}#{value}", True
 
 
-def apply(bugs: list[Bug], value: int, symbol: str, operand: int, rng: np.random.Generator) -> int:
-    """The result of a step; from a value of 10 on, a bug may forget what is carried."""
+def apply(
+    rates: dict[str, dict[int, float]],
+    value: int,
+    symbol: str,
+    operand: int,
+    rng: np.random.Generator,
+) -> int:
+    """The result of a step; from a value of 10 on, what is carried may be forgotten."""
     result = APPLY[symbol](value, operand)
     carry = APPLY[symbol](value % 10, operand) // 10
-    if value < 10 or carry == 0:
-        return result
-    for bug in bugs:
-        smallest, largest = bug.operands
-        if symbol == bug.operator and smallest <= operand <= largest:
-            return result - 10 * carry if rng.random() < bug.rate else result
+    rate = rates.get(symbol, {}).get(operand)
+    if rate and carry and value >= 10 and rng.random() < rate:
+        return result - 10 * carry
     return result
 
 
 def wrong_digit(value: int, rng: np.random.Generator) -> int:
     """The value with another digit in one place."""
-    sign = -1 if value < 0 else 1
-    digits = list(str(abs(value)))
+    digits = str(abs(value))
     at = rng.integers(len(digits))
-    digits[at] = str((int(digits[at]) + rng.integers(1, 10)) % 10)
-    return sign * int("".join(digits))
+    other = (int(digits[at]) + rng.integers(1, 10)) % 10
+    changed = int(f"{digits[:at]}{other}{digits[at + 1 :]}")
+    return changed if value >= 0 else -changed
 
 
 def wrap(step: str, rng: np.random.Generator) -> str:

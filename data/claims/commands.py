@@ -1,56 +1,43 @@
 """Run this project's commands, each in a process of its own, and keep what they write."""
 
 import hashlib
-import json
 import multiprocessing
 import os
+import runpy
 import shlex
 import shutil
 import sys
 import threading
-import time
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
-import evaluate
-import topr.trajectories.__main__ as trajectories
-import train
-from data.arithmetic import make
 from topr.distributed import die_with_parent
 from topr.io import InputError
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ["topr", "train.py", "evaluate.py"]
-INPUTS = [*PROGRAMS, "configs", "data/arithmetic", "data/claims/training.yaml"]
+# what decides an output beside the arguments of its command; not .pyc
+INPUTS = ["requirements.txt", "*.py", "topr/**/*.*[!c]", "configs/**/*.yaml"]
+INPUTS += ["data/arithmetic/**/*.*[!c]", "data/claims/commands.yaml", "data/claims/training.yaml"]
 TEMPLATES = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
-MAINS = {
-    "train.py": train.main,
-    "evaluate.py": evaluate.main,
-    "data/arithmetic/make.py": make.main,
-    "-m": trajectories.main,
-}
-# Processes are forked from one that has imported this module: imports would take 7 s of each.
+# Processes are forked from one that has imported the commands, which would take each 7 s.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["data.claims.commands"])
+FORKS.set_forkserver_preload(["__main__", "train", "evaluate", "data.arithmetic.make"])
 
 
 class Commands:
-    """Runs commands, and keeps their outputs in a cache.
+    """Runs commands, and keeps their outputs in the folder `cache`.
 
-    Each folder of the cache holds the output of one command. Its name is a hash of what decides
-    the output: the command's arguments, and the content of code, configs and shipped data. An
-    output of another command is an argument that has such a name.
+    Each folder in it holds the output of one command. Its name is a hash of what decides the
+    output: the arguments, and the content of code, configs and shipped data.
     """
 
     def __init__(self, cache: Path):
         self.cache = cache.absolute()
         self.inputs = inputs_hash(ROOT)
-        self.cpu_s: dict[str, float] = {}  # of each command whose output was asked for
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def run(self, name: str, *more: str, **values: Any) -> Path:
@@ -59,61 +46,53 @@ class Commands:
         Args:
             name: of a command in commands.yaml
             more: arguments behind those of commands.yaml
-            values: of the words in braces; paths are absolute, or start at the repository's root
+            values: of the words in braces
 
         Raises an InputError if the command fails. A training that diverges does not: its folder
         lacks the policy.
         """
-        words = [word.format(**values) for word in TEMPLATES[name].split()]
-        words += more
-        text = shlex.join(words).replace(str(self.cache), "")
-        key = hashlib.sha256(f"{self.inputs} {text}".encode()).hexdigest()[:16]
+        decides = repr((self.inputs, name, more, values))
+        key = hashlib.sha256(decides.encode()).hexdigest()[:16]
         folder = self.cache / key
+        partial = folder.with_suffix(".partial")
+        words = [word.format(**values, out=partial) for word in TEMPLATES[name].split()]
         with self.locks[key]:  # another thread may be running the same command
             if not folder.exists():
-                start(folder, words)
-        self.cpu_s[key] = json.loads((folder / "command.json").read_text())["cpu_s"]
+                start(partial, [*words, *more])
+                partial.rename(folder)
         return folder
 
 
 def start(folder: Path, words: list[str]) -> None:
-    """Run a command in a new process; its folder gets its name once it is complete."""
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    words = [word.replace("OUT", str(partial)) for word in words]
-    process = FORKS.Process(target=perform, args=(words, partial))
+    """Run a command that writes to a folder in a new process."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
+    folder.mkdir(parents=True)
+    output = folder / "output.txt"
+    output.write_text(f"python -m {shlex.join(words)}\n")
+    process = FORKS.Process(target=perform, args=(words, output))
     process.start()
     process.join()
-    output = partial / "output.txt"
     if process.exitcode and "is NaN or infinite" not in output.read_text():
         raise InputError(f"{shlex.join(words[:3])} … failed; see {output}")
-    partial.rename(folder)
 
 
-def perform(words: list[str], folder: Path) -> None:
-    """Do what a shell would do with a command; its output goes to a file."""
+def perform(words: list[str], output: Path) -> None:
+    """Run a command as `python -m` would; what it prints is appended to a file."""
     die_with_parent()
-    output = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    file = os.open(output, os.O_APPEND | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     os.chdir(ROOT)
-    script = words[0]
-    sys.argv = words[1:] if script == "-m" else words
-    try:
-        with TemporaryDirectory() as scratch:
-            os.environ["HF_DATASETS_CACHE"] = scratch
-            MAINS[script]()
-    finally:
-        record = {"command": f"python {shlex.join(words)}", "cpu_s": time.process_time()}
-        (folder / "command.json").write_text(json.dumps(record))
+    sys.argv = words
+    with TemporaryDirectory() as scratch:
+        os.environ["HF_DATASETS_CACHE"] = scratch
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def inputs_hash(root: Path) -> str:
-    """Hash of all that decides an output beside the arguments of its command."""
-    digest = hashlib.sha256(f"{version('torch')} {version('transformers')}".encode())
-    for name in INPUTS:
-        for path in sorted([root / name, *(root / name).rglob("*")]):
-            if path.is_file() and path.suffix != ".pyc":
-                digest.update(path.read_bytes())
+    """Hash of the files that decide outputs."""
+    digest = hashlib.sha256()
+    for pattern in INPUTS:
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

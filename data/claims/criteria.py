@@ -1,64 +1,70 @@
-"""Intervals over seeds, and whether the parts of a claim hold."""
+"""Intervals over seeds, and whether the parts of a claim hold.
 
-from collections.abc import Sequence
+Results are one table: its index has the levels `seed` and `metric`, its columns are labelled runs,
+and whatever else has these metrics.
+"""
+
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
+from jinja2 import StrictUndefined, Template
 from scipy import stats
 
-Summary = dict[str, Any]  # of values, one a seed: `mean`, `interval`, `values`
-Row = dict[str, Any]  # a summary for each metric, and counts
-CLAIMS: dict[Any, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("claims.yaml").read_text()
-)
-DEFAULT = CLAIMS.pop("default")
-for number in CLAIMS:
-    CLAIMS[number] = DEFAULT | CLAIMS[number]
-COUNTS = ("updates", "CPU seconds")
+ANSWERS = ["no", "undecided", "yes"]
 
 
-def over_seeds(values: Sequence[float] | np.ndarray | pd.Series) -> Summary:
-    """Mean, 95% t-interval and the values, one for each of at least two seeds."""
-    mean = np.mean(values)
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    rounded = np.round([mean, mean - half, mean + half, *values], 5).tolist()
-    return {"mean": rounded[0], "interval": rounded[1:3], "values": rounded[3:]}
+def load_claim(number: int, setting: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+    """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
+    text = Path(__file__).with_name("claims.yaml").read_text()
+    template = Template(text, undefined=StrictUndefined)
+    return yaml.safe_load(template.render(setting, chosen=defaultdict(float, rates)))[number]
 
 
-def summaries(frames: dict[str, pd.DataFrame]) -> dict[str, Row]:
-    """Rows of a table, from frames with a row for each seed; a metric may be absent (NaN)."""
-    rows = {}
-    for label, frame in frames.items():
-        row = {}
-        for name, values in frame.dropna(axis=1).items():
-            row[name] = round(values.mean()) if name in COUNTS else over_seeds(values)
-        rows[label] = row
-    return rows
+def half_width(values: pd.Series | pd.DataFrame) -> Any:
+    """Half of the 95% t-interval of a column's mean over at least two seeds."""
+    return stats.t.ppf(0.975, len(values) - 1) * values.sem()
 
 
-def check(criteria: dict[str, Any], table: dict[str, Row], words: dict[str, Any]) -> dict[str, str]:
-    """Whether each part of a claim holds; `words` fill the braces of texts and rows."""
+def over_seeds(values: pd.Series) -> dict[str, Any]:
+    """Mean, 95% t-interval and the values, one for each seed."""
+    mean = values.mean()
+    half = half_width(values)
+    return {"mean": mean, "interval": [mean - half, mean + half], "values": values.tolist()}
+
+
+def evaluated(results: pd.DataFrame, row: str) -> pd.DataFrame:
+    """A column of the results, or an expression of columns: by seed and metric."""
+    values = results[row] if row in results else results.eval(row)
+    return values.unstack("metric").round(5)
+
+
+def summarise(results: pd.DataFrame, rows: list[str], metrics: list[str]) -> dict[str, Any]:
+    """The rows of a report, in the metrics that they have."""
+    table = {}
+    for row in rows:
+        values = evaluated(results, row).reindex(columns=metrics).dropna(axis=1)
+        table[row.replace("`", "")] = {name: over_seeds(values[name]) for name in values}
+    return table
+
+
+def check(parts: dict[str, list[dict[str, Any]]], results: pd.DataFrame) -> dict[str, str]:
+    """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
-    for text, conditions in criteria.items():
-        if isinstance(conditions, dict):
-            conditions = [conditions]
-        answers = []
-        for condition in conditions:
-            answers.append(holds(condition, table[condition["row"].format(**words)]))
-        found[text.format(**words)] = min(answers, key=["no", "undecided", "yes"].index)
+    for text, conditions in parts.items():
+        answers = [holds(condition, results) for condition in conditions]
+        found[text] = min(answers, key=ANSWERS.index)
     return found
 
 
-def holds(condition: dict[str, Any], metrics: Row) -> str:
+def holds(condition: dict[str, Any], results: pd.DataFrame) -> str:
     """Whether an interval lies on the right side of a bound."""
-    summary = metrics[condition["metric"]]
-    if "minus" in condition:
-        other = metrics[condition["minus"]]["values"]
-        summary = over_seeds(np.subtract(summary["values"], other))
-    low, high = summary["interval"]
+    values = evaluated(results, condition["row"])
+    metric = condition["metric"]
+    values = values[metric] if metric in values else values.eval(metric)
+    low, high = over_seeds(values)["interval"]
     right_side = "above" in condition
     bound = condition["above" if right_side else "below"]
     if low <= bound <= high:

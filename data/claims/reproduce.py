@@ -3,34 +3,32 @@
 import json
 import os
 import platform
-import re
+import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import numpy as np
+import pandas as pd
+import yaml
 from jsonargparse.typing import PositiveInt, restricted_number_type
 from matplotlib.figure import Figure
 
-from data.claims.commands import ROOT
-from data.claims.criteria import CLAIMS
-from data.claims.experiments import SETTINGS
-from data.claims.measures import measured
-from data.claims.study import Study, best
+from data.claims.commands import ROOT, Commands
+from data.claims.criteria import check, half_width, load_claim, summarise, verdict
+from data.claims.study import Study, add_peaks, best
 from topr.commands import ArgumentParser, command
-from topr.evaluation.report import draw, table
+from topr.evaluation.report import table
 from topr.io import InputError, atomic, check_folder, lock, write_text
 
-Rows = dict[str, dict[str, Any]]  # of a table
+SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
 def reproduce(
-    claims: str | None = None,
+    claims: str = "",
     seeds: Seeds | None = None,
     regime: Literal["standard", "strong"] = "standard",
     quick: bool = False,
@@ -50,70 +48,75 @@ def reproduce(
     """
     if quick and regime != "standard":
         raise InputError(f"--quick needs --regime standard: {regime} ships no trajectories")
-    setting = SETTINGS["standard"] | SETTINGS["quick" if quick else regime]
-    numbers = chosen_claims(claims, setting["claims"])
-    seeds = seeds or (2 if quick else 5)
-    check_folder("--out", out)
-    lock(out / "cache")
-    study = Study(out / "cache", workers, setting, list(range(1, seeds + 1)))
-    folder = (out / "quick" if quick else out) / regime
-    words = f"--claims {','.join(map(str, numbers))} --seeds {seeds} --regime {regime}"
-    report: dict[str, Any] = {
-        "command": f"python data/claims/reproduce.py {words}" + (" --quick" if quick else ""),
-        "hardware": processor(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "setting": setting,
-        "claims": [],
-        "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty"),
-    }
-    for number in numbers:
-        print(f"{number}. {CLAIMS[number]['statement']}", flush=True)
-        claim, figure = measured(study, number)
-        draw_claim(folder / f"claim_{number}.png", figure)
-        report["claims"].append(claim)
-        report["cpu_minutes"] = round(sum(study.commands.cpu_s.values()) / 60)
-        write_text(folder / "claims.md", markdown(report))
-        write_text(folder / "claims.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
-        print(f"{number}. holds: {claim['holds']}", flush=True)
-    print(f"wrote claims.json, claims.md and figures under {folder}")
-
-
-def chosen_claims(claims: str | None, default: list[int]) -> list[int]:
-    """The numbers of the claims to measure."""
-    if claims is None:
-        return default
-    known = [*map(str, default), "9"]
-    numbers = claims.split(",")
+    name = "quick" if quick else regime
+    setting = SETTINGS["standard"] | SETTINGS[name]
+    known = [*map(str, setting["claims"]), "9"]
+    numbers = claims.split(",") if claims else known[:-1]
     for text in numbers:
         if text not in known:
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
-    return sorted(map(int, numbers))
+    check_folder("--out", out)
+    lock(out / "cache")
+    last_seed = seeds or (2 if quick else 5)
+    study = Study(Commands(out / "cache"), workers, setting, list(range(1, last_seed + 1)))
+    report: dict[str, Any] = {
+        "command": f"python {shlex.join(sys.argv)}",
+        "hardware": platform.processor() or platform.machine(),
+        "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty"),
+        "setting": setting,
+        "claims": [],
+    }
+    for number in sorted(map(int, set(numbers))):
+        claim, drawn = measure(study, number)
+        report["claims"].append(claim)
+        write_text(out / name / "claims.md", markdown(report))
+        write_text(out / name / "claims.json", json.dumps(report, indent=1) + "\n")
+        draw(out / name / f"claim_{number}.png", drawn)
+        print(f"{number}. {claim['statement']}: {claim['holds']}", flush=True)
+    print(f"wrote claims.json, claims.md and figures under {out / name}")
 
 
-def draw_claim(path: Path, labelled: Rows) -> None:
-    """A figure as in evaluations; but rows such as `TOPR at rate 0.1` become curves over the rate,
-    one for each name, a panel for each metric."""
-    curves: dict[str, Rows] = {}
-    for label, row in labelled.items():
-        name, _, place = label.partition(" at ")
-        curves.setdefault(name.strip(","), {})[place] = row
-    if all(len(points) == 1 for points in curves.values()):
-        draw(path, labelled)
-        return
-    places = list(dict.fromkeys(place for points in curves.values() for place in points))
-    metrics = list(dict.fromkeys(name for row in labelled.values() for name in row))
-    figure = Figure(figsize=(4 * len(metrics), 4), layout="constrained")
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for panel, metric in zip(panels, metrics, strict=True):
-        for name, points in curves.items():
-            means = np.array([100 * row[metric]["mean"] for row in points.values()])
-            ends = np.array([row[metric]["interval"] for row in points.values()]).T
-            x = [places.index(place) for place in points]
-            panel.errorbar(x, means, abs(100 * ends - means), fmt="o-", capsize=3, label=name)
+def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The report of a claim, and the results that its figure shows."""
+    claim = load_claim(number, study.setting, {})
+    tuning = study.tune(claim["runs"], claim["tuning"])
+    rates = {label: best(gains) for label, gains in tuning.items()}
+    claim = load_claim(number, study.setting, rates)
+    runs = {label: {"rate": rates.get(label)} | run for label, run in claim["runs"].items()}
+    samples = min(study.setting["samples"], claim["samples"])
+    results = study.run(claim["experiment"], runs, study.seeds, "test", samples)
+    add_peaks(results, runs)
+    rows = claim["rows"] or ["before training", *runs]
+    parts = check(claim["parts"], results)
+    report = {
+        "claim": number,
+        "statement": claim["statement"],
+        "paper": claim["paper"],
+        "seeds": study.seeds,
+        "holds": verdict(parts),
+        "measured": summarise(results, rows, claim["metrics"]),
+        "differences": summarise(results, claim["differences"], claim["metrics"]),
+        "parts": parts,
+        "tuning": tuning,
+        "rates": rates,
+    }
+    drawn = results.filter(regex=claim["drawn"]) if claim["drawn"] else results[rows]
+    return report, drawn.loc[pd.IndexSlice[:, claim["metrics"]], :].dropna(how="all")
+
+
+def draw(path: Path, results: pd.DataFrame) -> None:
+    """A panel for each metric. Rows such as `TOPR at rate 0.1` become a curve over the rate."""
+    metrics = results.index.unique("metric")
+    figure = Figure(figsize=(4 * len(metrics), 5), layout="constrained")
+    for panel, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
+        values = 100 * results.xs(metric, level="metric").dropna(axis=1)
+        values.columns = values.columns.str.rpartition(" at ").droplevel(1)
+        means = values.mean().unstack(0, sort=False)
+        errors = half_width(values).unstack(0, sort=False)
+        curves = len(means.columns) > 1
+        line = {"marker": "o", "linestyle": "-" if curves else "none", "capsize": 3}
+        means.plot(ax=panel, yerr=errors, xticks=range(len(means)), rot=90, legend=curves, **line)
         panel.set(title=metric, ylabel="per cent, 95% interval")
-        panel.set_xticks(range(len(places)), places, rotation=90)
-    panels[0].legend()
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
 
@@ -122,10 +125,9 @@ def markdown(report: dict[str, Any]) -> str:
     """The report for reading: verdicts, then the tables of each claim."""
     lines = [
         "# The paper's claims on the embedded task\n",
-        "`{command}`, commit {commit}; {cpu_minutes} CPU minutes on {hardware}.\n".format(**report),
-        "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed."
-        " A part of a claim is",
-        "undecided where its interval contains the bound.\n",
+        "`{command}`, commit {commit}, {hardware}.\n".format(**report),
+        "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed.",
+        "A part of a claim is undecided where its interval contains the bound.\n",
         "| claim | paper | holds here |\n|---|---|---|",
     ]
     for claim in report["claims"]:
@@ -134,23 +136,11 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("\n## {claim}. {statement}\n\n![](claim_{claim}.png)\n".format(**claim))
         for part, answer in claim["parts"].items():
             lines.append(f"- {part}: {answer}")
-        for title in ("measured", "differences"):
-            lines.append(f"\n{title.capitalize()}:\n\n{table(claim[title])}".rstrip())
-        rates = []
-        for name, found in claim["tuning"].items():
-            gains = {float(rate): values for rate, values in found.items()}  # strings in JSON
-            rate = best(gains)
-            end = " (an end of the grid)" if rate in (min(gains), max(gains)) else ""
-            rates.append(f"{name} {rate:g}{end}")
-        lines.append(f"\nLearning rates, chosen on other seeds: {', '.join(rates)}.")
+        lines.append("\nMeasured:\n\n" + table(claim["measured"]))
+        lines.append("Differences:\n\n" + table(claim["differences"]))
+        lines.append(f"Learning rates, chosen on other seeds from {report['setting']['rates']}:\n")
+        lines += [f"- {label}: {rate:g}" for label, rate in claim["rates"].items()]
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    cpu = Path("/proc/cpuinfo")  # of Linux
-    found = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
-    return found[1] if found else platform.machine()
 
 
 def main() -> None:
