@@ -1,6 +1,5 @@
 """Atomic writes, one-sentence errors, what a command prints and its exit code."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,27 +8,11 @@ import pytest
 from conftest import ROOT
 
 from topr.commands import ArgumentParser, command, printable
-from topr.io import (
-    InputError,
-    atomic,
-    check_folder,
-    first_line,
-    is_out_of_memory,
-    lock,
-    sweep,
-    write_text,
-)
+from topr.io import InputError, atomic, check_folder, first_line, is_out_of_memory, lock, write_text
 
 
 def names(folder) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def finished_process() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_file_appears_under_its_name_when_it_is_complete(tmp_path):
@@ -94,26 +77,11 @@ with atomic({str(path)!r}) as temporary:
     assert path.read_text() == "new" and names(tmp_path) == {"a.txt"}
 
 
-def test_sweeping_removes_what_dead_processes_left_and_nothing_else(tmp_path):
-    dead, living, own = (
-        finished_process(),
-        os.getppid(),
-        os.getpid(),
-    )  # a container gives the same id again
-    left = {f".policy.{process}.{end}" for process in (dead, own) for end in ("tmp", "old")}
-    kept = {
-        f".policy.{living}.tmp",
-        "policy",
-        ".hidden",
-        ".a.b.tmp",
-        "a.1.tmp",
-        f".policy.{dead}.txt",
-    }
-    for name in left | kept:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    sweep(tmp_path)
-    assert names(tmp_path) == kept
+def test_locking_a_folder_removes_what_killed_processes_left(tmp_path):
+    for name in (".policy.tmp", "policy", ".hidden"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    lock(tmp_path)
+    assert names(tmp_path / "run") == {"policy", ".hidden"}
 
 
 def test_a_place_that_takes_no_file_is_rejected_before_the_work(tmp_path):
@@ -144,10 +112,6 @@ def test_text_is_printable_and_shortened():
 
 def test_a_librarys_message_gives_its_first_line():
     assert first_line(ValueError("\nwrong\nand more")) == "wrong"
-    assert (
-        first_line(ValueError("Error in the header:\n  too short\nand more"))
-        == "Error in the header: too short"
-    )
     assert first_line(KeyError()) == "KeyError"
 
 

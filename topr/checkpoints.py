@@ -25,7 +25,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+        aside = path.with_name(f".{path.name}.tmp")
         os.replace(path, aside)  # half a folder must not pass for a checkpoint
         remove(aside)
 

@@ -23,15 +23,12 @@ class DivergedError(InputError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, and the second if the first ends in a colon.
-
-    If a library has wrapped an `InputError`, that one's.
-    """
+    """The first line of an error's message; if a library has wrapped an `InputError`, that one's."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, InputError):
         cause = cause.__cause__ or cause.__context__
-    found = re.match(r"(.*:\s*\n)?.*", str(cause or error).strip())
-    return " ".join(found[0].split()) if found and found[0] else type(error).__name__
+    lines = str(cause or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
@@ -75,8 +72,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     names = {file.name for file in path.glob("*")}
     if path.is_dir() and not names & {"config.json", "adapter_config.json", "meta.pt"}:
         raise InputError(f"{path} is a folder and will not be overwritten; name another place")
-    sweep(path.parent)
-    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder = path.with_name(f".{path.name}.tmp")
+    remove(folder)  # a killed process left it
     folder.mkdir(parents=True)
     temporary = folder / path.name
     try:
@@ -93,7 +90,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def lock(folder: str | Path) -> None:
-    """Keep other processes out of a folder until this process ends.
+    """Keep other processes out of a folder until this process ends, and remove the temporary files
+    that killed ones left in it.
 
     Raises an InputError if another process, perhaps on another node, is writing there.
     """
@@ -108,6 +106,8 @@ def lock(folder: str | Path) -> None:
         raise InputError(f"{problem}; wait for it, end it, or name another place") from error
     except OSError:  # this file system has no locks
         pass
+    for left in Path(folder).rglob(".*.tmp"):
+        remove(left)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -122,21 +122,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def sweep(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder."""
-    for path in folder.glob(".*"):
-        name = re.fullmatch(r"\..*\.(\d+)\.(tmp|old)", path.name)
-        # a restarted process of a container often has the same id
-        if name and (int(name[1]) == os.getpid() or not is_running(int(name[1]))):
-            remove(path)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process has this id."""
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # it exists, and belongs to another user
-    return True
