@@ -11,7 +11,7 @@ U units: trajectories, or pairs, that stay together.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -138,31 +138,9 @@ def draw_pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator
     return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
 
 
-class Units(NamedTuple):
-    """Units in the order in which they fill rows: equal prompts, or equal lengths, side by side."""
-
-    order_U: np.ndarray
-    own_U: list[int]  # tokens beside the first prompt, or with padding all
-    leading_U: list[int]  # tokens of the first prompt at the start of a row
-    following_U: list[int]  # likewise after another unit: 0 if it has just been computed
-    padded: bool
-
-    def row_starts(self, bound: int) -> list[int]:
-        """The places at which a new row must begin so that each holds at most `bound` tokens."""
-        starts = [0]
-        used = self.own_U[0] + self.leading_U[0]
-        for i in range(1, len(self.own_U)):
-            if self.padded:
-                used = (i + 1 - starts[-1]) * self.own_U[i]  # the longest so far
-            else:
-                used += self.own_U[i] + self.following_U[i]
-            if used > bound:
-                starts.append(i)
-                used = self.own_U[i] + self.leading_U[i]
-        return starts
-
-
-def arrange(sizes: np.ndarray, unit: int = 1, padded: bool = False) -> Units:
+def arrange(
+    sizes: np.ndarray, unit: int = 1, padded: bool = False
+) -> tuple[np.ndarray, Callable[[int, int], int]]:
     """Order units so that neighbours share prompts, or with padding have similar lengths.
 
     Args:
@@ -170,20 +148,23 @@ def arrange(sizes: np.ndarray, unit: int = 1, padded: bool = False) -> Units:
         unit: this many neighbours stay together: 2 for pairs.
         padded: the trajectories of a row are padded to its longest; otherwise it holds each of
             their prompts once.
+
+    Returns:
+        The order [U], and a function: the tokens of a row that holds the units start:end of it.
     """
     prompt, prompt_length, length = sizes.reshape(3, -1, unit)
     if padded:
-        tokens = unit * (prompt_length + length).max(axis=1)
-        order = np.argsort(tokens, kind="stable")
-        none = [0] * len(order)
-        return Units(order, tokens[order].tolist(), none, none, padded)
-    changes = prompt[:, 1:] != prompt[:, :-1]
-    own = length.sum(axis=1) + (changes * prompt_length[:, 1:]).sum(axis=1)
+        longest = unit * (prompt_length + length).max(axis=1)
+        order = np.argsort(longest, kind="stable")
+        longest_U = longest[order].tolist()
+        return order, lambda start, end: (end - start) * longest_U[end - 1]
     order = np.argsort(prompt[:, 0], kind="stable")
-    leading = prompt_length[order, 0]
-    shared = prompt[order[1:], 0] == prompt[order[:-1], -1]
-    following = np.where(shared, 0, leading[1:])
-    return Units(order, own[order].tolist(), leading.tolist(), [0, *following.tolist()], padded)
+    is_new = np.diff(prompt[order].ravel(), prepend=-1) != 0  # unlike the prompt before it
+    tokens = length[order].ravel() + is_new * prompt_length[order].ravel()
+    end_U = [0, *tokens.cumsum()[unit - 1 :: unit].tolist()]
+    # a row that starts with a unit computes its first prompt again
+    again_U = np.where(is_new[::unit], 0, prompt_length[order, 0]).tolist()
+    return order, lambda start, end: end_U[end] - end_U[start] + again_U[start]
 
 
 def partition(
@@ -191,16 +172,24 @@ def partition(
 ) -> list[np.ndarray]:
     """Trajectory numbers of balanced rows: as few as keep each within `bound` tokens, rounded up to
     a multiple of `multiple`, where empty rows fill up. The other arguments are those of `arrange`."""
-    units = arrange(sizes, unit, padded)
-    count = len(units.row_starts(bound))
-    parts = math.ceil(count / multiple) * multiple
-    least = max(own + leading for own, leading in zip(units.own_U, units.leading_U, strict=True))
-    most = len(units.own_U) * max(units.own_U) + sum(units.leading_U)
+    order, tokens = arrange(sizes, unit, padded)
+    units = len(order)
+
+    def row_starts(largest: int) -> list[int]:
+        """The places at which a new row must begin so that each holds at most so many tokens."""
+        starts = [0]
+        for i in range(1, units):
+            if tokens(starts[-1], i + 1) > largest:
+                starts.append(i)
+        return starts
+
+    parts = math.ceil(len(row_starts(bound)) / multiple) * multiple
+    least = max(tokens(i, i + 1) for i in range(units))
     # the smallest bound with which there are so few rows
     smallest = bisect_left(
-        range(most), True, least, key=lambda tokens: len(units.row_starts(tokens)) <= parts
+        range(tokens(0, units)), True, least, key=lambda largest: len(row_starts(largest)) <= parts
     )
-    rows = np.split(units.order_U, units.row_starts(smallest)[1:])
+    rows = np.split(order, row_starts(smallest)[1:])
     rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]
     return rows + [np.empty(0, dtype=np.int64)] * (parts - len(rows))
 
