@@ -1,4 +1,4 @@
-"""Small models, tokenizers and trajectory files that the tests make themselves; nothing is fetched."""
+"""Small models, tokenizers and trajectory files that the tests make; nothing is fetched."""
 
 import os
 
@@ -38,7 +38,8 @@ def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[lis
     Args:
         count: number of processes.
         folder: where they run.
-        commands: the arguments of each command, or a dictionary of `arguments` and what `ranks.py` takes beside them.
+        commands: the arguments of each command, or a dictionary of `arguments` and what `ranks.py`
+            takes beside them.
 
     Returns:
         For each command the exit code of every rank, and what all ranks printed.
@@ -57,8 +58,12 @@ def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[lis
     ]
     done = subprocess.run(
         [*launch, ROOT / "tests" / "ranks.py", output / "commands.json"],
-        cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = []
     for i in range(len(commands)):
@@ -117,8 +122,9 @@ def make_trajectories(
     group: int = 4,
     turns: bool = False,
 ):
-    """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size `shift`. With
-    `turns`, most of them hold tokens that were not sampled, and neighbours often share a prompt."""
+    """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size
+    `shift`. With `turns`, most of them hold tokens that were not sampled, and neighbours often
+    share a prompt."""
     rng = np.random.default_rng(seed)
     tokenizer, trajectories = load_tokenizer(str(policy)), []
     for i in range(count):
@@ -147,7 +153,7 @@ def make_trajectories(
     trajectories[0].reward, trajectories[1].reward = 1.0, -1.0
     add_log_probs(load_policy(str(policy)), trajectories, 16384)
     for trajectory in trajectories:
-        # one offset per trajectory, spread over its tokens: sequence ratios on both sides of every limit
+        # an offset per trajectory, over its tokens: sequence ratios on both sides of every limit
         offset = shift * rng.normal() / len(trajectory.ref_logprobs)
         trajectory.ref_logprobs = [min(value - offset, -1e-4) for value in trajectory.ref_logprobs]
     return trajectories
@@ -171,7 +177,7 @@ def policy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path) -> tuple[Path, list]:
-    """A policy in base/, and arguments of train.py for it, its trajectories and five problems, three samples each."""
+    """A policy in base/, and arguments of train.py for it, its trajectories and five problems."""
     policy = make_policy(tmp_path / "base", scale=0.5)
     data = write(tmp_path / "train.parquet", policy, make_trajectories(policy))
     problems = tmp_path / "problems.jsonl"
@@ -227,7 +233,9 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 
 def rejected(run, words: str, *arguments, main=train.main) -> str:
-    """Run, and check that it ends as bad input should: exit code 2, one sentence, no files; returns the sentence."""
+    """Run, and check that it ends as bad input should: exit code 2, one sentence, no files.
+
+    Returns the sentence."""
     before = listing(run.folder)
     code, out, err = run(main, *arguments)
     lines = [line for line in err.splitlines() if not line.startswith("INFO")]

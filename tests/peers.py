@@ -1,9 +1,11 @@
-"""The peers of `benchmark.py`: TRL's trainers on the same stored trajectories, one of them a process.
+"""The peers of `benchmark.py`: TRL's trainers on the same stored trajectories, each in a process.
 
-pip install -r tests/requirements-peers.txt, best into an environment of its own; `benchmark.py` runs this file.
+pip install -r tests/requirements-peers.txt, best into an environment of its own; `benchmark.py`
+runs this file.
 
-Each is set up as its user would on one core: float32, no activation checkpointing, no evaluation, nothing saved, and
-the fastest sizes below. That each processes exactly the stored tokens is checked by its attention masks.
+Each is set up as its user would on one core: float32, no activation checkpointing, no evaluation,
+nothing saved, and the fastest sizes below. That each processes exactly the stored tokens is checked
+by its attention masks.
 """
 
 import argparse
@@ -12,8 +14,9 @@ from pathlib import Path
 
 from arms import Turns
 
-# Trajectories of one forward, the fastest of 2, 4 and 8 on one core: fewer pads outweigh more calls. KTO needs 2, DPO's
-# are pairs, GRPO's the four rollouts of a prompt. Of SFT, rows of 512 tokens beat 1024: attention pays for whole rows.
+# Trajectories of one forward, the fastest of 2, 4 and 8 on one core: fewer pads outweigh more calls.
+# KTO needs 2, DPO's are pairs, GRPO's the four rollouts of a prompt. Of SFT, rows of 512 tokens beat
+# 1024: attention pays for whole rows.
 PER_DEVICE = {"kto": 2, "dpo": 2, "grpo": 4}
 PACKED_LENGTH = 512
 SPECIAL = ["<eos>", "<pad>"]
@@ -92,7 +95,7 @@ def counted(trainer: type, turns: Turns) -> type:
 
 
 def with_stored_rollouts(trainer: type) -> type:
-    """GRPO's trainer without generation: a prompt's k-th repetition gets its k-th stored rollout."""
+    """GRPO's trainer without generation: the k-th repetition of a prompt gets its k-th rollout."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -184,10 +187,20 @@ def main() -> None:
     if arm in ("kto", "dpo"):
         more = {"max_length": None, "precompute_ref_log_probs": bool(reference)}
     settings = config(
-        output_dir=str(args.folder / "trl"), per_device_train_batch_size=per_device, num_train_epochs=args.epochs,
-        gradient_accumulation_steps=accumulate, learning_rate=1e-5, lr_scheduler_type="constant", use_cpu=True,
-        bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True, **more,
-    )  # fmt: skip
+        output_dir=str(args.folder / "trl"),
+        per_device_train_batch_size=per_device,
+        num_train_epochs=args.epochs,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **more,
+    )
     counted(trainer, turns)(
         model=AutoModelForCausalLM.from_pretrained(args.folder / "policy", dtype=torch.float32),
         args=settings,

@@ -23,7 +23,8 @@ def test_compiled_layers_do_not_change_the_update(run, policy, data, monkeypatch
     plain = fit(run, policy, data, *more)
     counters.clear()
     compiled = fit(run, policy, data, *more, "--model.compile=true")
-    # norm, MLP, attention before and behind its spans, the trial of the compiler: one for all layers, none for sampling
+    # norm, MLP, attention before and behind its spans, the trial of the compiler: one for all
+    # layers, none for sampling
     assert 4 <= counters["stats"]["unique_graphs"] <= 6
     assert_close_weights(plain, compiled)
 

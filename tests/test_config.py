@@ -1,4 +1,6 @@
-"""Bad configurations and data files: one clear sentence, exit code 2, no files; the corrected input trains."""
+"""Bad configurations and data files: one clear sentence, exit code 2, no files.
+
+The corrected input trains."""
 
 import inspect
 import math
@@ -80,27 +82,71 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
     "a count out of range": ("--data.batch_size=0", "data.batch_size", "--data.batch_size=1"),
     "an argument out of range": (f"{LOSS}.a_minus=2", "0 <= a <= b", f"{LOSS}.a_minus=1"),
     "a negative seed": ("--seed_everything=-1", "data.seed", "--seed_everything=1"),
-    "micro-batches": ("--data.microbatch_tokens=9", "data.microbatch_tokens", "--data.microbatch_tokens=23"),
-    "an unknown class": ("--model.loss=topr.losses.TOPPER", "TOPPER", "--model.loss=topr.losses.TOPR"),
-    "an abstract class": ("--model.task=topr.tasks.Task", "topr.tasks.Task", "--model.task=topr.tasks.Arithmetic"),
-    "a class of another kind": ("--model.loss=topr.tasks.MATH", "topr.tasks.MATH", "--model.loss=topr.losses.TIS"),
-    "no optimiser": ("--model.optimizer=torch.nn.Linear", "subclass of Optimizer", "--model.optimizer=torch.optim.SGD"),
+    "micro-batches": (
+        "--data.microbatch_tokens=9",
+        "data.microbatch_tokens",
+        "--data.microbatch_tokens=23",
+    ),
+    "an unknown class": (
+        "--model.loss=topr.losses.TOPPER",
+        "TOPPER",
+        "--model.loss=topr.losses.TOPR",
+    ),
+    "an abstract class": (
+        "--model.task=topr.tasks.Task",
+        "topr.tasks.Task",
+        "--model.task=topr.tasks.Arithmetic",
+    ),
+    "a class of another kind": (
+        "--model.loss=topr.tasks.MATH",
+        "topr.tasks.MATH",
+        "--model.loss=topr.losses.TIS",
+    ),
+    "no optimiser": (
+        "--model.optimizer=torch.nn.Linear",
+        "subclass of Optimizer",
+        "--model.optimizer=torch.optim.SGD",
+    ),
     "a negative rate": (f"{RATE}=-1", "model.optimizer does not take its arguments", f"{RATE}=1"),
-    "Lightning's place of the optimiser": ("--optimizer=SGD", "--optimizer", "--model.optimizer=SGD"),
+    "Lightning's place of the optimiser": (
+        "--optimizer=SGD",
+        "--optimizer",
+        "--model.optimizer=SGD",
+    ),
     "a package that is missing": ("--trainer.logger=CometLogger", "comet", None),
     "a missing data file": ("--data.train=missing.parquet", "'missing.parquet' is no file", None),
     "no data file": ("--data.train=null", "data.train is not set", None),
-    "a missing file of problems": ("--data.val=missing.jsonl", "missing.jsonl cannot be read", None),
+    "a missing file of problems": (
+        "--data.val=missing.jsonl",
+        "missing.jsonl cannot be read",
+        None,
+    ),
     "a missing policy": ("--model.policy=nowhere", "neither a folder nor a model", None),
     "a missing config": ("--config=nowhere.yaml", "File does not exist", None),
-    "a missing checkpoint": ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt is incomplete or not a checkpoint", None),
+    "a missing checkpoint": (
+        "--ckpt_path=nowhere.ckpt",
+        "nowhere.ckpt is incomplete or not a checkpoint",
+        None,
+    ),
     "a trainer's setting": ("--trainer.accumulate_grad_batches=2", "set data.batch_size", None),
-    "clipping by the trainer": ("--trainer.gradient_clip_val=1", "set model.gradient_clip_val", None),
-    "half precision": ("--trainer.precision=bf16-true", "32-true or bf16-mixed", "--trainer.precision=bf16-mixed"),
-    "a folder that cannot be written": (f"{LOGGER}.save_dir=/dev/null/runs", "cannot be written", None),
+    "clipping by the trainer": (
+        "--trainer.gradient_clip_val=1",
+        "set model.gradient_clip_val",
+        None,
+    ),
+    "half precision": (
+        "--trainer.precision=bf16-true",
+        "32-true or bf16-mixed",
+        "--trainer.precision=bf16-mixed",
+    ),
+    "a folder that cannot be written": (
+        f"{LOGGER}.save_dir=/dev/null/runs",
+        "cannot be written",
+        None,
+    ),
     "FSDP1": ("--trainer.strategy=fsdp", "FSDP", None),
     "an unknown device": ("--trainer.accelerator=abacus", "abacus", "--trainer.accelerator=cpu"),
-}  # fmt: skip
+}
 
 
 SLOW = {

@@ -1,4 +1,4 @@
-"""The families of models in README.md: each is imported and trained, and computes prompts as the table there says."""
+"""The families of models in README.md: each trains, and computes prompts as the table says."""
 
 import json
 import re

@@ -170,8 +170,10 @@ def arrange(
 def partition(
     sizes: np.ndarray, bound: int, multiple: int = 1, unit: int = 1, padded: bool = False
 ) -> list[np.ndarray]:
-    """Trajectory numbers of balanced rows: as few as keep each within `bound` tokens, rounded up to
-    a multiple of `multiple`, where empty rows fill up. The other arguments are those of `arrange`."""
+    """Trajectory numbers of balanced rows: as few as keep each within `bound` tokens.
+
+    Their number is rounded up to a multiple of `multiple`; empty rows fill up. The other arguments
+    are those of `arrange`."""
     order, tokens = arrange(sizes, unit, padded)
     units = len(order)
 

@@ -23,7 +23,7 @@ class DivergedError(InputError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; if a library has wrapped an `InputError`, that one's."""
+    """The first line of an error's message, of an `InputError` that a library has wrapped."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, InputError):
         cause = cause.__cause__ or cause.__context__

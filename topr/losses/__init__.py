@@ -1,4 +1,4 @@
-"""Losses on stored trajectories: pure functions of log-probs, each one class chosen by `class_path`.
+"""Losses on stored trajectories: pure functions of log-probs, chosen by `class_path`.
 Not here: advantages, models, loggers, trainers."""
 
 from topr import lazy
