@@ -14,9 +14,9 @@ from pathlib import Path
 
 from arms import Turns
 
-# Trajectories of one forward, the fastest of 2, 4 and 8 on one core: fewer pads outweigh more calls.
-# KTO needs 2, DPO's are pairs, GRPO's the four rollouts of a prompt. Of SFT, rows of 512 tokens beat
-# 1024: attention pays for whole rows.
+# Trajectories of one forward, the fastest of 2, 4 and 8 on one core: fewer pads outweigh more
+# calls. KTO needs 2, DPO's are pairs, GRPO's the four rollouts of a prompt. Of SFT, rows of 512
+# tokens beat 1024: attention pays for whole rows.
 PER_DEVICE = {"kto": 2, "dpo": 2, "grpo": 4}
 PACKED_LENGTH = 512
 SPECIAL = ["<eos>", "<pad>"]

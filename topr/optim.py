@@ -70,7 +70,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
     """A learning-rate schedule of transformers, by name.
 
     Args:
-        name: `linear`, `cosine`, `constant_with_warmup` or another of transformers' `SchedulerType`.
+        name: `linear`, `cosine` or another of transformers' `SchedulerType`.
         num_warmup_steps: updates over which the rate rises from 0.
         num_training_steps: updates of the whole run, which most schedules need.
     """
