@@ -157,16 +157,18 @@ def check_forward(policy: Policy, bound: float = 1e-3) -> None:
     Raises:
         InputError: the model's own log-probs differ by `bound` from those of `Policy.log_probs`.
     """
-    ids = np.arange(6) % policy.model.config.get_text_config().vocab_size
-    tokens = pack([ids[:3]], [ids[3:]]).to(policy.device)
-    logits_CV = policy.logits(tokens.input_ids_L[None, :5])[0, 2:5].float()
-    own_C = logits_CV.log_softmax(-1).gather(1, tokens.target_N[:, None])[:, 0]
-    difference = (own_C - policy.log_probs(tokens)).abs().max().item()
+    rows = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 5, 4, 3], [2, 1, 0, 4, 5, 3]]
+    ids_BL = np.array(rows) % policy.model.config.get_text_config().vocab_size
+    tokens = pack([*ids_BL[:, :3]], [*ids_BL[:, 3:]]).to(policy.device)
+    logits_BLV = policy.logits(torch.from_numpy(ids_BL).to(policy.device))
+    log_softmax_NV = logits_BLV[:, 2:5].flatten(0, 1).float().log_softmax(-1)
+    own_N = log_softmax_NV.gather(1, tokens.target_N[:, None])[:, 0]
+    difference = (own_N - policy.log_probs(tokens)).abs().max().item()
     if not difference < bound:
         message = f"policy {policy.name!r} does more to its logits than a projection and a soft cap"
         reason = f"log-probs differ by {difference:.1e}"
-        raise InputError(f"{message} (a scaled head?): {reason}; choose another model")
-    shared_prompts.enable_if_exact(policy, bound)
+        raise InputError(f"{message} (a bias or a scale?): {reason}; choose another model")
+    shared_prompts.enable_if_exact(policy, tokens, own_N, bound)
 
 
 def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
