@@ -24,7 +24,6 @@ def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
 
     Autocast does not apply: in bfloat16 a log-prob would be wrong by about 0.04.
     """
-    projection: nn.Linear = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     weight_VD = model.get_output_embeddings().weight
     return TokenLogProbs.apply(hidden_ND, weight_VD, softcap, target_N)
