@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -177,5 +178,6 @@ def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | No
     """
     disable_progress_bar()
     with atomic(path) as folder:
-        policy.model.save_pretrained(folder, state_dict=state_dict)
+        with explained(f"{path} cannot be written", SafetensorError, "make room and start again"):
+            policy.model.save_pretrained(folder, state_dict=state_dict)
         policy.tokenizer.save_pretrained(folder)
