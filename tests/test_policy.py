@@ -84,7 +84,7 @@ def bring_code(folder: Path, model_type: str = "llama") -> None:
 
 BROKEN = {
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
-    "no JSON": (overwrite("config.json", b"<html>"), "config.json cannot be read as JSON"),
+    "no JSON": (overwrite("config.json", b"<html>"), "config.json of policy"),
     "a pickle for weights": (keep_only_a_pickle, "*.safetensors is missing"),
     "damaged weights": (overwrite("model.safetensors", b"\0" * 99), "cannot be loaded"),
     "a missing tensor": (set_weights(lambda w: w.pop(LAYER)), f"lacks the weights {LAYER}"),
@@ -136,7 +136,6 @@ HARMLESS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*they are left out")
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_does_not_change_the_model_is_accepted(policy, copy, name):
     HARMLESS[name](copy)
@@ -144,7 +143,7 @@ def test_what_does_not_change_the_model_is_accepted(policy, copy, name):
 
 
 BAD_TEMPLATES = [
-    (None, "has no chat template"),
+    (None, "chat_template is not set"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ cycler.__init__.__globals__.os.popen('touch PWNED').read() }}", "do not fit"),
 ]

@@ -28,6 +28,12 @@ Batching = Literal["trajectories", "groups", "pairs"]
 Span = tuple[int, int, int, int]
 
 
+def seen_by(span: Span) -> np.ndarray:
+    """The places in the row that a span sees: its prompt and itself."""
+    start, end, first, last = span
+    return np.concatenate((np.arange(first, last), np.arange(start, end)))
+
+
 class Tokens(NamedTuple):
     """Trajectories in one row: a prompt, each of its responses, the next prompt, and so on. The
     positions of a response continue those of its prompt."""

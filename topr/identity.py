@@ -4,9 +4,8 @@ Nothing is recognised by its name, its path or a part of it.
 """
 
 import hashlib
-import inspect
 import json
-from contextlib import suppress
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,25 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from topr.policy.files import (
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    resolve_policy,
-    stored_tensors,
-)
-from topr.settings import plain
+from topr.io import explained
+from topr.policy.files import load_config, load_generation_config, load_tokenizer, resolve_policy
+from topr.settings import describe
 
 # keys of configs that say where and with what a policy was saved, not what it computes
-UNRELATED = {"_name_or_path", "_from_model_config", "transformers_version", "dtype", "torch_dtype"}
-UNRELATED |= {"architectures"}
+UNRELATED = ["_name_or_path", "_from_model_config", "transformers_version", "dtype", "torch_dtype"]
+UNRELATED += ["architectures"]
 
 
 def content_hash(*parts: Any) -> str:
-    """16 hex digits of any values that JSON or `plain` can write."""
-    text = json.dumps(parts, sort_keys=True, default=plain)
+    """16 hex digits of any values that JSON or `describe` can write."""
+    text = json.dumps(parts, sort_keys=True, default=describe)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def file_hash(path: str | Path) -> str:
     """Hash of a file's bytes."""
-    digest = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def data_hash(files: list[str]) -> str:
@@ -52,15 +43,11 @@ def data_hash(files: list[str]) -> str:
 def grader_hash(task: Any) -> str:
     """Hash of what decides a grade: the source of the task's modules and its settings."""
     files = set(task.sources)
-    sources = []
     for kind in type(task).__mro__:
-        file = Path(inspect.getmodule(kind).__dict__.get("__file__") or "")
-        if file.is_file():
-            files.add(file)
-        else:
-            with suppress(OSError, TypeError):  # of a builtin
-                sources.append(inspect.getsource(kind))  # of a notebook
-    sources += sorted(map(file_hash, files))
+        file = getattr(sys.modules[kind.__module__], "__file__", None)  # not of a notebook
+        if file:
+            files.add(Path(file))
+    sources = sorted(map(file_hash, files))
     settings = {name: value for name, value in vars(task).items() if name != "init_args"}
     return content_hash(type(task).__qualname__, sources, settings)
 
@@ -78,23 +65,18 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def policy_hash(name: str) -> str:
+@lru_cache(maxsize=16)  # 8 billion weights take seconds
+def policy_hash(policy: str) -> str:
     """Hash of a stored policy: all weights in float32, both configs, the tokenizer. The same values
     in another file layout or in a wider dtype have the same hash."""
-    files = sorted(path for path in resolve_policy(name).iterdir() if path.is_file())
-    # ctime changes with every write, and cannot be set
-    states = tuple((str(path), path.stat().st_ino, path.stat().st_ctime_ns) for path in files)
-    return _stored_policy_hash(name, states)
-
-
-@lru_cache(maxsize=16)  # 8 billion weights take seconds
-def _stored_policy_hash(name: str, states: tuple) -> str:
-    tensors = {}
-    for key, path in stored_tensors(name).items():
-        with safe_open(path, "pt") as file:
-            tensors[key] = tensor_hash(file.get_tensor(key))
-    configs = load_config(name), load_generation_config(name)
-    return _policy_hash(tensors, *configs, load_tokenizer(name))
+    tensors: dict[str, str] = {}
+    with explained(f"policy {policy!r}: its weights cannot be read"):
+        for path in resolve_policy(policy).glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                tensors |= {name: tensor_hash(file.get_tensor(name)) for name in names}
+    configs = load_config(policy), load_generation_config(policy)
+    return _policy_hash(tensors, *configs, load_tokenizer(policy))
 
 
 def weights_hash(policy: Any, weights: dict[str, Tensor]) -> str:

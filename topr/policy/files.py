@@ -1,18 +1,14 @@
 """A policy's folder: where it is, what its files say, its tokenizer. No model is built here."""
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from topr.io import InputError, explained
 
-SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
-SETTINGS += ["model.safetensors.index.json"]
 # never pickled weights, never code
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 Messages = list[dict[str, str]]
@@ -39,10 +35,6 @@ def resolve_policy(name: str) -> Path:
     if (folder / "adapter_config.json").exists():
         message = f"policy {name!r} holds adapters"
         raise InputError(f"{message}; merge them into their policy and name the result")
-    for path in (folder / setting for setting in SETTINGS):  # transformers ignores a broken one
-        if path.exists():
-            with explained(f"policy {name!r}: {path.name} cannot be read as JSON"):
-                json.loads(path.read_text(encoding="utf-8"))
     return folder
 
 
@@ -75,19 +67,6 @@ def vocabulary_and_context(name: str) -> tuple[int, int]:
     return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
 
 
-def stored_tensors(name: str) -> dict[str, Path]:
-    """The file of every tensor of a policy, by its name.
-
-    Raises:
-        InputError: a file is damaged.
-    """
-    tensors: dict[str, Path] = {}
-    for path in resolve_policy(name).glob("*.safetensors"):
-        with explained(f"policy {name!r}: {path.name} cannot be read"), safe_open(path, "pt") as f:
-            tensors |= dict.fromkeys(f.keys(), path)
-    return tensors
-
-
 @lru_cache(maxsize=16)
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a policy.
@@ -111,11 +90,9 @@ def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False
     unless `answered`."""
     if isinstance(prompt, str):
         return prompt
-    if not tokenizer.chat_template:
-        message = "the prompt is chat messages but the tokenizer has no chat template"
-        raise InputError(f"{message}; give a text as prompt")
     # a template is a program that raises what it likes
-    with explained("chat messages do not fit the tokenizer's chat template"):
+    remedy = "give a text as prompt"
+    with explained("chat messages do not fit the tokenizer's chat template", remedy=remedy):
         return tokenizer.apply_chat_template(
             prompt, tokenize=False, add_generation_prompt=not answered
         )

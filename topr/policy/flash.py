@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, from_numpy
 from torch.nn.attention import varlen
 
-from topr.batching import Span
+from topr.batching import Span, seen_by
 
 
 def takes(query: Tensor) -> bool:
@@ -60,7 +60,7 @@ def key_sequences(
         The place in the row of each key [S]; where the queries and the keys of each span start,
         and the last end [spans + 1]; the most queries and the most keys of a span.
     """
-    rows = [np.r_[first:last, start:end] for start, end, first, last in spans]
+    rows = [seen_by(span) for span in spans]
     queries = torch.tensor([0] + [end - start for start, end, _, _ in spans])
     keys = torch.tensor([0] + list(map(len, rows)))
     rows_S = from_numpy(np.concatenate(rows)).to(device)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, from_numpy, nn
+from torch import Tensor, from_numpy
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from topr.batching import Tokens
+from topr.batching import Tokens, seen_by
 
 # Logits that exist at once: 350 positions of a 128k vocabulary on a CPU, 2,000 on a GPU.
 CHUNK_LOGITS = {"cpu": 45_000_000, "cuda": 2**28}
@@ -24,9 +24,9 @@ def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
 
     Autocast does not apply: in bfloat16 a log-prob would be wrong by about 0.04.
     """
-    projection: nn.Linear = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return TokenLogProbs.apply(hidden_ND, projection.weight, projection.bias, softcap, target_N)
+    weight_VD = model.get_output_embeddings().weight
+    return TokenLogProbs.apply(hidden_ND, weight_VD, softcap, target_N)
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -38,22 +38,16 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        softcap: float | None,
-        target_N: Tensor,
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, softcap: float | None, target_N: Tensor
     ) -> Tensor:
         log_probs_N = weight_VD.new_empty(len(target_N))
         chunks = position_chunks(len(target_N), weight_VD)
-        buffer_CV = new_buffer(chunks, weight_VD)
+        largest = chunks[-1].stop - chunks[-1].start
+        buffer_CV = weight_VD.new_empty(largest, len(weight_VD))
         for chunk in chunks:
-            log_softmax_CV, slope_CV = log_softmax(
-                hidden_ND[chunk], weight_VD, bias_V, softcap, buffer_CV
-            )
+            log_softmax_CV, slope_CV = log_softmax(hidden_ND[chunk], weight_VD, softcap, buffer_CV)
             log_probs_N[chunk] = log_softmax_CV.gather(1, target_N[chunk, None])[:, 0]
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N)
         ctx.softcap = softcap
         ctx.last_chunk = (log_softmax_CV, slope_CV)
         return log_probs_N
@@ -61,19 +55,18 @@ class TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_log_probs_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_N = ctx.saved_tensors
+        hidden_ND, weight_VD, target_N = ctx.saved_tensors
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
-        d_bias_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        log_softmax_CV, slope_CV = ctx.last_chunk
+        ctx.last_chunk = None  # a second backward fails: the buffer is overwritten
+        buffer_CV = log_softmax_CV
         chunks = position_chunks(len(target_N), weight_VD)
-        known = ctx.last_chunk
-        ctx.last_chunk = None  # a second backward computes it again
-        buffer_CV = new_buffer(chunks, weight_VD) if known is None else known[0]
         for chunk in reversed(chunks):
-            if known is None:
-                known = log_softmax(hidden_ND[chunk], weight_VD, bias_V, ctx.softcap, buffer_CV)
-            log_softmax_CV, slope_CV = known
-            known = None
+            if chunk != chunks[-1]:
+                log_softmax_CV, slope_CV = log_softmax(
+                    hidden_ND[chunk], weight_VD, ctx.softcap, buffer_CV
+                )
             # d log pi(target) / d logits = (1 at the target) - softmax. Here its negative, in
             # the buffer; the sign and the incoming gradient are applied to smaller tensors.
             d_logits_CV = log_softmax_CV.exp_()
@@ -86,9 +79,7 @@ class TokenLogProbs(torch.autograd.Function):
                 d_hidden_ND[chunk] = scale_C1 * (d_logits_CV @ weight_VD)
                 if d_weight_VD is not None:
                     d_weight_VD.addmm_(d_logits_CV.T, scale_C1 * hidden_ND[chunk])
-                if d_bias_V is not None:
-                    d_bias_V.addmv_(d_logits_CV.T, scale_C1[:, 0])
-        return d_hidden_ND, d_weight_VD, d_bias_V, None, None
+        return d_hidden_ND, d_weight_VD, None, None
 
 
 def position_chunks(positions: int, weight_VD: Tensor) -> list[slice]:
@@ -98,17 +89,8 @@ def position_chunks(positions: int, weight_VD: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
-def new_buffer(chunks: list[slice], weight_VD: Tensor) -> Tensor:
-    """Memory for the logits of the largest chunk, [C, V]."""
-    return weight_VD.new_empty(chunks[-1].stop - chunks[-1].start, len(weight_VD))
-
-
 def log_softmax(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    softcap: float | None,
-    buffer_CV: Tensor,
+    hidden_CD: Tensor, weight_VD: Tensor, softcap: float | None, buffer_CV: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits) in the buffer, and the derivative of their soft cap if there is one.
 
@@ -118,8 +100,6 @@ def log_softmax(
     slope_CV = None
     with torch.autocast(weight_VD.device.type, enabled=False):
         logits_CV = torch.mm(hidden_CD.to(weight_VD.dtype), weight_VD.T, out=buffer_CV)
-        if bias_V is not None:
-            logits_CV += bias_V
         if softcap is not None:
             logits_CV.div_(softcap).tanh_()
             slope_CV = 1 - logits_CV.square()
@@ -131,14 +111,14 @@ def log_softmax(
 
 def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
     """Hidden states that predict the sampled tokens, [N, D], from one padded row a trajectory."""
-    rows = [np.r_[first:last, start:end] for start, end, first, last in tokens.trajectories]
-    columns = max(map(len, rows))
-    position_N = np.concatenate(
-        [i * columns + predicting for i, predicting in enumerate(tokens.predicting)]
-    )
-    place_BL = pad_sequence([from_numpy(row) for row in rows], batch_first=True)
+    rows = [from_numpy(seen_by(span)) for span in tokens.trajectories]
+    place_BL = pad_sequence(rows, batch_first=True)
     device = tokens.input_ids_L.device
     input_ids_BL = tokens.input_ids_L[place_BL.to(device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
-    hidden_LD = hidden_BLD.flatten(0, 1)
-    return hidden_LD.index_select(0, from_numpy(position_N).to(device, non_blocking=True))
+    columns = place_BL.shape[1]
+    position_N = np.concatenate(
+        [row * columns + predicting for row, predicting in enumerate(tokens.predicting)]
+    )
+    positions = from_numpy(position_N).to(device, non_blocking=True)
+    return hidden_BLD.flatten(0, 1).index_select(0, positions)

@@ -1,6 +1,5 @@
 """The policy: a Hugging Face causal language model, loaded from a folder or the hub, and saved."""
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from jsonargparse.typing import PositiveInt
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -112,9 +112,6 @@ def load_policy(name: str) -> Policy:
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
         names = ", ".join(missing[:3])
         raise InputError(f"policy {name!r} lacks the weights {names}; export or download it again")
-    if unknown := sorted(loading["unexpected_keys"]):
-        message = f"policy {name!r}: its model has no place for the weights"
-        warnings.warn(f"{message} {', '.join(unknown[:3])}; they are left out", stacklevel=2)
     policy = Policy(model, tokenizer, name)
     check_weights(policy)
     check_forward(policy)
@@ -142,12 +139,13 @@ def empty_policy(name: str) -> Policy:
 
 
 def check_weights(policy: Policy) -> None:
-    """Raise an InputError for weights (of this rank's shard) that are not finite."""
-    for name, weight in policy.model.named_parameters():
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not local.sum().isfinite():
-            message = f"policy {policy.name!r}: the weights {name} hold NaN or infinity"
-            raise InputError(f"{message}; export or download it again")
+    """Raise an InputError for weights that are not finite. All ranks must call."""
+    norm: Any = get_total_norm(policy.parameters())
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if not norm.isfinite():
+        message = f"policy {policy.name!r}: its weights hold NaN or infinity"
+        raise InputError(f"{message}; export or download it again")
 
 
 @torch.no_grad()
@@ -157,16 +155,18 @@ def check_forward(policy: Policy, bound: float = 1e-3) -> None:
     Raises:
         InputError: the model's own log-probs differ by `bound` from those of `Policy.log_probs`.
     """
-    ids = np.arange(6) % policy.model.config.get_text_config().vocab_size
-    tokens = pack([ids[:3]], [ids[3:]]).to(policy.device)
-    logits_CV = policy.logits(tokens.input_ids_L[None, :5])[0, 2:5].float()
-    own_C = logits_CV.log_softmax(-1).gather(1, tokens.target_N[:, None])[:, 0]
-    difference = (own_C - policy.log_probs(tokens)).abs().max().item()
+    rows = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 5, 4, 3], [2, 1, 0, 4, 5, 3]]
+    ids_BL = np.array(rows) % policy.model.config.get_text_config().vocab_size
+    tokens = pack([*ids_BL[:, :3]], [*ids_BL[:, 3:]]).to(policy.device)
+    logits_BLV = policy.logits(torch.from_numpy(ids_BL).to(policy.device))
+    log_softmax_NV = logits_BLV[:, 2:5].flatten(0, 1).float().log_softmax(-1)
+    own_N = log_softmax_NV.gather(1, tokens.target_N[:, None])[:, 0]
+    difference = (own_N - policy.log_probs(tokens)).abs().max().item()
     if not difference < bound:
         message = f"policy {policy.name!r} does more to its logits than a projection and a soft cap"
         reason = f"log-probs differ by {difference:.1e}"
-        raise InputError(f"{message} (a scaled head?): {reason}; choose another model")
-    shared_prompts.enable_if_exact(policy, bound)
+        raise InputError(f"{message} (a bias or a scale?): {reason}; choose another model")
+    shared_prompts.enable_if_exact(policy, tokens, own_N, bound)
 
 
 def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -181,6 +181,3 @@ def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | No
         with explained(f"{path} cannot be written", SafetensorError, "make room and start again"):
             policy.model.save_pretrained(folder, state_dict=state_dict)
         policy.tokenizer.save_pretrained(folder)
-        mode = (folder / "tokenizer_config.json").stat().st_mode
-        for weights in folder.glob("*.safetensors"):  # safetensors lets the owner alone read them
-            weights.chmod(mode)

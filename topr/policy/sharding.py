@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from topr.distributed import same_error_on_all_ranks
 from topr.io import explained
 from topr.policy.files import resolve_policy
 from topr.policy.model import Policy, check_forward, check_weights, empty_policy
@@ -38,11 +37,9 @@ def load_sharded(
     """
     policy = empty_policy(name)
     prepare(policy)
-    stored = [key for key, weight in policy.model.named_parameters() if weight.is_meta]
     shard(policy, mesh, bfloat16)
-    read_shards(policy, stored, mesh.device_type)
-    with same_error_on_all_ranks():
-        check_weights(policy)  # of this rank's rows
+    read_shards(policy, mesh.device_type)
+    check_weights(policy)
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         # the model's own logits are rounded to bfloat16
         check_forward(policy, 0.3 if bfloat16 else 1e-3)
@@ -50,17 +47,16 @@ def load_sharded(
     return policy
 
 
-def read_shards(policy: Policy, names: list[str], device: str) -> None:
-    """Read this rank's rows of the named weights, which are on the meta device."""
+def read_shards(policy: Policy, device: str) -> None:
+    """Read this rank's rows of the weights that are on the meta device: all but fresh adapters."""
 
     def materialise(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=device)
-        return tensor.to(device)  # of no file: fresh adapters, rotary frequencies
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
+    stored = [name for name, weight in policy.model.named_parameters() if weight.is_meta]
     policy.model._apply(materialise)
     weights = dict(policy.model.named_parameters())
-    target = {name.replace(".base_layer.", "."): weights[name].detach() for name in names}
+    target = {name.replace(".base_layer.", "."): weights[name].detach() for name in stored}
     what = f"policy {policy.name!r} cannot be loaded by shards"
     remedy = "export it again with save_pretrained"
     with explained(what, (Exception, CheckpointException), remedy):
@@ -117,9 +113,7 @@ def full_weights(policy: Policy) -> Iterator[None]:
 def full_state_dict(policy: Policy) -> dict[str, Tensor]:
     """All weights of the model on the CPU, tied ones once; of a sharded one on rank 0 alone. All
     ranks must call."""
-    model = policy.model
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = names - {name for name, _ in model.named_parameters()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: Any = get_model_state_dict(model, options=options)
+    weights: Any = get_model_state_dict(policy.model, options=options)
+    tied = policy.model.all_tied_weights_keys
     return {name: value for name, value in weights.items() if name not in tied}

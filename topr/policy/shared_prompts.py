@@ -2,7 +2,7 @@
 
 Nothing is padded, and a prompt is computed once for all of its responses. Log-probs and gradients
 are those of one forward for each trajectory. On a GPU in half precision the attention is torch's
-flash attention over sequences of any length (`flash.py`); otherwise it is `SpanAttention`.
+flash attention over sequences of any length (`flash.py`); otherwise it is `span_attention`.
 
 Shapes: L tokens of the row, H heads, G heads of keys and values, D of a head; N spans of a bucket,
 R queries of a span, K keys of a span.
@@ -10,19 +10,21 @@ R queries of a span, K keys of a span.
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, from_numpy, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from topr.batching import Span, Tokens, pack
+from topr.batching import Span, Tokens, seen_by
 
 NAME = "topr_spans"  # in transformers' registry of attention functions
-LARGEST_BUCKET = 2**18  # scores of a head that stay in a CPU's cache
-SMALL_BUCKET = 2**12  # up to this many scores, padding costs nothing
+STEP = 32  # a larger one wastes time on pads, a smaller one on calls
 MASKED = -1e30  # not -inf: a pad that sees no key would get weights of NaN
 
 
@@ -50,29 +52,23 @@ def hidden_states(model: Any, tokens: Tokens) -> Tensor:
     return output.last_hidden_state[0].index_select(0, tokens.position_N)
 
 
-@torch.no_grad()
-def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
+def enable_if_exact(policy: Any, tokens: Tokens, expected_N: Tensor, bound: float) -> None:
     """Share prompts if log-probs stay within `bound`; otherwise pad rows, with a warning."""
     model = policy.model
     implementation = model.config._attn_implementation
-    ids = np.arange(6)
-    tokens = pack([ids[:3], ids[:3], ids[3:5]], [ids[3:], ids[1:3], ids[5:]]).to(policy.device)
-    padded_N = policy.log_probs(tokens)
     windows = []
 
     def recorded(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         windows.append(kwargs.get("sliding_window"))
         return attend(*args, **kwargs)
 
-    try:
-        register(recorded)
+    exact = False
+    register(recorded)
+    with suppress(Exception):  # whatever a model raises about a keyword that it does not know
         model.set_attn_implementation(NAME)
-        difference = (policy.log_probs(tokens) - padded_N).abs().max().item()
-        exact = difference <= bound and windows == expected_windows(model.config.get_text_config())
-    except Exception:  # whatever a model raises about a keyword that it does not know
-        exact = False
-    finally:
-        register(attend)
+        difference = (policy.log_probs(tokens) - expected_N).abs().max().item()
+        exact = difference < bound and windows == layer_windows(model.config.get_text_config())
+    register(attend)
     if not exact:
         model.set_attn_implementation(implementation)
         kind = type(model).__name__
@@ -83,7 +79,7 @@ def enable_if_exact(policy: Any, bound: float = 1e-3) -> None:
         )
 
 
-def expected_windows(config: Any) -> list[int | None]:
+def layer_windows(config: Any) -> list[int | None]:
     """The sliding window of each layer; 0 for a layer of another kind, which cannot share."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -154,124 +150,91 @@ def span_attention(
     spans: tuple[Span, ...],
     window: int | None,
 ) -> Tensor:
-    """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device."""
-    groups, length, width = key_GLD.shape
-    dtype = torch.promote_types(query_HLD.dtype, torch.float32)
-    # the heads of a group, which share its keys, side by side
-    query_GLW = query_HLD.view(groups, -1, length, width).transpose(1, 2).flatten(2)
-    key_value = torch.cat((key_GLD, value_GLD))
-    zero_row = (0, 0, 0, 1)  # behind the last; pads refer to it
-    out = SpanAttention.apply(
-        F.pad(query_GLW.to(dtype), zero_row),
-        F.pad(key_value.to(dtype), zero_row),
-        make_buckets(spans, window, query_HLD.device),
-    )
-    return out[:, :-1].transpose(0, 1).reshape(length, -1, width).to(query_HLD.dtype)
+    """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device.
 
-
-class SpanAttention(torch.autograd.Function):
-    """Attention by matrix products over spans of similar size.
-
-    Queries and results are [G, L + 1, (H / G) * D]. Keys, and behind them values, are
-    [2 * G, L + 1, D]. The backward computes the weights again, so no scores outlive their bucket.
-    On a CPU this takes half the time of one fused call for each span, whose backward is slow.
+    Copies are gathered and results put back once for all buckets, because each such operation
+    clears memory for a whole row in its backward.
     """
-
-    @staticmethod
-    def forward(ctx, query, key_value, buckets) -> Tensor:
-        ctx.save_for_backward(query, key_value)
-        ctx.buckets = buckets
-        out = torch.empty_like(query)
-        with torch.autocast(query.device.type, enabled=False):
-            for bucket in buckets:
-                queries, keys, values = bucket.take(query, key_value)
-                outs = torch.bmm(bucket.weights(queries, keys), values)
-                out.index_copy_(1, bucket.query_rows, outs.view(len(out), -1, out.shape[2]))
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        query, key_value = ctx.saved_tensors
-        d_query = torch.empty_like(query)
-        d_key_value = torch.zeros_like(key_value)
-        with torch.autocast(query.device.type, enabled=False):
-            for bucket in ctx.buckets:
-                queries, keys, values = bucket.take(query, key_value)
-                d_outs = d_out.index_select(1, bucket.query_rows).view(queries.shape)
-                weight = bucket.weights(queries, keys)
-                d_values = torch.bmm(weight.transpose(1, 2), d_outs)
-                d_weight = torch.bmm(d_outs, values.transpose(1, 2))
-                d_score = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
-                d_queries = torch.bmm(d_score, keys)
-                d_keys = torch.bmm(d_score.transpose(1, 2), queries)
-                d_query.index_copy_(
-                    1, bucket.query_rows, d_queries.view(len(query), -1, query.shape[2])
-                )
-                d_keys_values = torch.cat((d_keys, d_values))
-                d_key_value.index_add_(
-                    1, bucket.key_rows, d_keys_values.view(len(key_value), -1, keys.shape[2])
-                )
-        return d_query, d_key_value, None
+    if query_HLD.is_cuda:  # where no fused kernel takes grouped heads with a mask
+        repeats = len(query_HLD) // len(key_GLD)
+        key_GLD = key_GLD.repeat_interleave(repeats, dim=0)
+        value_GLD = value_GLD.repeat_interleave(repeats, dim=0)
+    dtype = torch.promote_types(query_HLD.dtype, torch.float32)
+    buckets = make_buckets(spans, window, query_HLD.device)
+    queries = query_HLD.to(dtype).index_select(1, buckets.query_rows)
+    keys = key_GLD.to(dtype).index_select(1, buckets.key_rows)
+    values = value_GLD.to(dtype).index_select(1, buckets.key_rows)
+    outs = []
+    with torch.autocast(query_HLD.device.type, enabled=False):
+        for query, key, value, mask_N1RK in zip(
+            queries.split(buckets.query_sizes, dim=1),
+            keys.split(buckets.key_sizes, dim=1),
+            values.split(buckets.key_sizes, dim=1),
+            buckets.masks,
+            strict=True,
+        ):
+            shape = (len(mask_N1RK), -1)
+            out_NHRD = F.scaled_dot_product_attention(
+                query.unflatten(1, shape).transpose(0, 1),
+                key.unflatten(1, shape).transpose(0, 1),
+                value.unflatten(1, shape).transpose(0, 1),
+                attn_mask=mask_N1RK.to(dtype),
+                scale=1,
+                enable_gqa=len(key) < len(query),
+            )
+            outs.append(out_NHRD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, buckets.place_L).to(query_HLD.dtype)
 
 
-class Bucket(NamedTuple):
-    """N spans of similar size, padded."""
+class Buckets(NamedTuple):
+    """Spans of similar size side by side, padded to the largest of their bucket, all buckets laid
+    end to end."""
 
-    query_rows: Tensor  # [N * R]
-    key_rows: Tensor  # [N * K]
-    mask_NRK: Tensor  # added to the scores: 0 where a query sees a key, MASKED elsewhere
-
-    def take(self, query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [G * N, R * (H / G), D], keys and values [G * N, K, D]."""
-        shape = (-1, self.mask_NRK.shape[2], key_value.shape[2])
-        keys, values = key_value.index_select(1, self.key_rows).view(shape).chunk(2)
-        queries = query.index_select(1, self.query_rows)
-        return queries.view(len(keys), -1, shape[2]), keys, values
-
-    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Softmax of the scores."""
-        score = torch.bmm(queries, keys.transpose(1, 2))
-        spans, rows, columns = self.mask_NRK.shape
-        heads = score.shape[1] // rows
-        score.view(-1, spans, rows, heads, columns).add_(self.mask_NRK[:, :, None])
-        return score.softmax(-1)
+    query_rows: Tensor  # where in the row each query stands
+    key_rows: Tensor
+    query_sizes: list[int]  # N * R of each bucket
+    key_sizes: list[int]  # N * K
+    masks: list[Tensor]  # [N, 1, R, K], added to scores: 0 where a query sees a key, else MASKED
+    place_L: Tensor  # where each token of the row stands among the queries
 
 
 @lru_cache(maxsize=4)  # each layer asks
-def make_buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> list[Bucket]:
-    """Group spans so that pads add at most a fifth to the scores of a large bucket."""
-    sizes = [(end - start + last - first, end - start) for start, end, first, last in spans]
-    groups: list[list[Span]] = [[]]
-    scores = 0  # of the last group, without pads
-    most_queries = 0  # of a span of the last group
-    for (keys, queries), span in sorted(zip(sizes, spans, strict=True)):
-        scores += keys * queries
-        most_queries = max(most_queries, queries)
-        padded = (len(groups[-1]) + 1) * most_queries * keys  # no earlier span has more keys
-        if groups[-1] and padded > min(LARGEST_BUCKET, max(1.2 * scores, SMALL_BUCKET)):
-            groups.append([])
-            scores = keys * queries
-            most_queries = queries
-        groups[-1].append(span)
-    zero_row = spans[-1][1]
-    return [make_bucket(group, zero_row, window, device) for group in groups]
+def make_buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> Buckets:
+    """Group spans whose numbers of queries and keys round down to the same multiples of STEP."""
+    length = spans[-1][1]
+    queries, keys, masks = [], [], []
+    for _, bucket in groupby(sorted(spans, key=rounded_size), rounded_size):
+        bucket_spans = list(bucket)
+        query_NR = pad([np.arange(start, end) for start, end, _, _ in bucket_spans], length)
+        key_NK = pad([seen_by(span) for span in bucket_spans], length)
+        prompt_N = torch.tensor([last - first for _, _, first, last in bucket_spans])
+        query_R = torch.arange(query_NR.shape[1])
+        key_K = torch.arange(key_NK.shape[1])
+        distance_NRK = prompt_N[:, None, None] + query_R[:, None] - key_K
+        seen_NRK = (distance_NRK >= 0) & (distance_NRK < (window or length))
+        queries.append(query_NR.flatten())
+        keys.append(key_NK.flatten())
+        masks.append(torch.where(seen_NRK, 0.0, MASKED)[:, None].to(device, non_blocking=True))
+    query_rows = torch.cat(queries)
+    key_rows = torch.cat(keys)
+    return Buckets(
+        # pads stand for any token
+        query_rows=query_rows.clamp(max=length - 1).to(device, non_blocking=True),
+        key_rows=key_rows.clamp(max=length - 1).to(device, non_blocking=True),
+        query_sizes=list(map(len, queries)),
+        key_sizes=list(map(len, keys)),
+        masks=masks,
+        # each token is a query once; pads sort behind them
+        place_L=query_rows.argsort()[:length].to(device, non_blocking=True),
+    )
 
 
-def make_bucket(
-    spans: list[Span], zero_row: int, window: int | None, device: torch.device
-) -> Bucket:
-    start_N1, end_N1, first_N1, last_N1 = np.array(spans).T[:, :, None]
-    own_N1 = end_N1 - start_N1
-    prompt_N1 = last_N1 - first_N1
-    query_R = np.arange(own_N1.max())
-    key_K = np.arange((prompt_N1 + own_N1).max())
-    query_NR = np.where(query_R < own_N1, start_N1 + query_R, zero_row)
-    key_NK = np.where(key_K < prompt_N1, first_N1 + key_K, start_N1 - prompt_N1 + key_K)
-    key_NK[key_K >= prompt_N1 + own_N1] = zero_row
-    distance_NRK = prompt_N1[:, :, None] + query_R[:, None] - key_K
-    seen_NRK = distance_NRK >= 0
-    if window is not None:
-        seen_NRK &= distance_NRK < window
-    mask_NRK = np.where(seen_NRK, np.float32(0), np.float32(MASKED))
-    arrays = (query_NR.ravel(), key_NK.ravel(), mask_NRK)
-    return Bucket(*(from_numpy(array).to(device, non_blocking=True) for array in arrays))
+def rounded_size(span: Span) -> tuple[int, int]:
+    """Queries and keys of a span, in multiples of STEP."""
+    start, end, first, last = span
+    return (end - start) // STEP, (end - start + last - first) // STEP
+
+
+def pad(rows: list[np.ndarray], value: int) -> Tensor:
+    """Rows of one length."""
+    return pad_sequence([from_numpy(row) for row in rows], True, value)
