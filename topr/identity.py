@@ -4,6 +4,7 @@ Nothing is recognised by its name, its path or a part of it.
 """
 
 import hashlib
+import inspect
 import json
 import sys
 from functools import lru_cache
@@ -43,11 +44,14 @@ def data_hash(files: list[str]) -> str:
 def grader_hash(task: Any) -> str:
     """Hash of what decides a grade: the source of the task's modules and its settings."""
     files = set(task.sources)
+    sources = []
     for kind in type(task).__mro__:
-        file = getattr(sys.modules[kind.__module__], "__file__", None)  # not of a notebook
+        file = getattr(sys.modules[kind.__module__], "__file__", None)
         if file:
             files.add(Path(file))
-    sources = sorted(map(file_hash, files))
+        elif kind is not object:
+            sources.append(inspect.getsource(kind))  # of a notebook
+    sources += sorted(map(file_hash, files))
     settings = {name: value for name, value in vars(task).items() if name != "init_args"}
     return content_hash(type(task).__qualname__, sources, settings)
 
@@ -65,10 +69,16 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@lru_cache(maxsize=16)  # 8 billion weights take seconds
 def policy_hash(policy: str) -> str:
     """Hash of a stored policy: all weights in float32, both configs, the tokenizer. The same values
     in another file layout or in a wider dtype have the same hash."""
+    # ctime changes with every write, and cannot be set
+    states = tuple(path.stat().st_ctime_ns for path in sorted(resolve_policy(policy).iterdir()))
+    return _stored_policy_hash(policy, states)
+
+
+@lru_cache(maxsize=16)  # 8 billion weights take seconds
+def _stored_policy_hash(policy: str, states: tuple[int, ...]) -> str:
     tensors: dict[str, str] = {}
     with explained(f"policy {policy!r}: its weights cannot be read"):
         for path in resolve_policy(policy).glob("*.safetensors"):

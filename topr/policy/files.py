@@ -55,7 +55,8 @@ def load_generation_config(name: str) -> GenerationConfig:
     """The generation config of a policy, by default what follows from its config."""
     folder = resolve_policy(name)
     if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
+        with explained(f"the generation_config.json of policy {name!r} cannot be used"):
+            return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_model_config(load_config(name))
 
 
