@@ -81,7 +81,7 @@ def one_thread():
 
 def clear_caches() -> None:
     """Forget what was read of policies."""
-    for cached in (resolve_policy, vocabulary_and_context, load_tokenizer, policy_hash):
+    for cached in (resolve_policy, vocabulary_and_context, load_tokenizer):
         cached.cache_clear()
 
 
