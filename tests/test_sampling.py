@@ -13,7 +13,7 @@ PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]
 LOCAL = {"class_path": "topr.sampling.LocalSampler", "init_args": {"rows": 1}}
 SERVER = {
     "class_path": "topr.sampling.ServerSampler",
-    "init_args": {"url": ["http://127.0.0.1:8000/v1"]},
+    "init_args": {"url": "http://127.0.0.1:8000/v1"},
 }
 
 

@@ -39,13 +39,14 @@ class Verifier(Task):
         for path in resolve_files(str(source), "solutions to judge"):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
-        first = [problem for problem in problems if problem.gold == problems[0].gold]
-        others = [problem for problem in problems if problem.gold != problems[0].gold]
-        if not others:
-            raise InputError(f"{source}: every solution is {problems[0].gold}; sample more")
-        count = min(len(first), len(others))
+        golds = [problem.gold for problem in problems]
+        count = min(map(golds.count, self.verdicts))
+        if count == 0:
+            raise InputError(f"{source}: every solution is {golds[0]}; sample more")
         rng = random.Random(0)
-        chosen = rng.sample(first, count) + rng.sample(others, count)
+        chosen = []
+        for gold in dict.fromkeys(golds):
+            chosen += rng.sample([problem for problem in problems if problem.gold == gold], count)
         return sorted(chosen, key=problems.index)
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
