@@ -72,9 +72,7 @@ def test_a_value_outside_its_range_is_rejected(wrong):
         parser.parse_object({"sampling": right | wrong})
 
 
-@pytest.mark.parametrize(
-    ("sampler", "wrong"), [(LOCAL, {"rows": 0}), (SERVER, {"url": "localhost:8000/v1"})]
-)
+@pytest.mark.parametrize(("sampler", "wrong"), [(LOCAL, {"rows": 0}), (SERVER, {"concurrency": 0})])
 def test_a_sampler_takes_only_settings_within_their_ranges(sampler, wrong):
     parser = ArgumentParser()
     parser.add_argument("sampler", type=Sampler)

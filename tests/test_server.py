@@ -121,7 +121,7 @@ def test_no_parameter_is_left_to_the_servers_defaults(serve, loaded):
     server = serve(lambda body, number: answer(body, [3] * 6))
     sampling = Sampling(temperature=0.7, top_k=0, top_p=0.8, max_new_tokens=6, stop=["\n\n"])
     sample(server, loaded, [[5, 6]], 1, sampling)
-    sample(server, loaded, [[5, 6]], 1, SAMPLING, model="mine")
+    sample(server, loaded, [[5, 6]], 1, SAMPLING)
     for body in server.bodies:
         del body["seed"]
     expected = {
@@ -129,7 +129,7 @@ def test_no_parameter_is_left_to_the_servers_defaults(serve, loaded):
         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ["\n\n"],
         "stop_token_ids": [END], "skip_special_tokens": False, "return_token_ids": True,
     }  # fmt: skip
-    assert server.bodies == [expected, expected | {"model": "mine", "top_k": 9, "stop": []}]
+    assert server.bodies == [expected, expected | {"top_k": 9, "stop": []}]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

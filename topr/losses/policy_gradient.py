@@ -36,7 +36,7 @@ class PPO(RatioLoss):
         self.low = 1 - clip_low
         self.high = 1 + clip_high
 
-    def taper(self, log_x: Tensor, positive: Tensor) -> Tapered:
+    def taper(self, log_x, positive) -> Tapered:
         ratio = rho(log_x, LOG_ZERO, LOG_INFINITY)
         # min(r A, clip(r) A) / A: positives are clipped from above only, negatives from below only
         value = torch.where(positive, ratio.clamp(max=self.high), ratio.clamp(min=self.low))
@@ -79,7 +79,7 @@ class CISPO(WeightedLoss):
     """w = clip(r, 1 - clip_low, 1 + clip_high); no token is dropped (MiniMax-M1,
     arXiv:2506.13585)."""
 
-    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(self, ratio_N, advantage_N):
         clipped_N = ratio_N.clamp(self.low, self.high)
         return clipped_N, clipped_N != ratio_N
 
@@ -91,7 +91,7 @@ class REC(WeightedLoss):
     def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
         """M_t, boolean."""
 
-    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(self, ratio_N, advantage_N):
         mask_N = self.mask(ratio_N, advantage_N)
         return mask_N.to(ratio_N), ~mask_N
 
@@ -100,7 +100,7 @@ class RECOneSide(REC):
     """M: r <= 1 + clip_high for A >= 0, r >= 1 - clip_low for A <= 0. Weighted by r it would have
     PPO's gradient."""
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         positive_N = (advantage_N >= 0) & (ratio_N <= self.high)
         negative_N = (advantage_N <= 0) & (ratio_N >= self.low)
         return positive_N | negative_N
@@ -109,7 +109,7 @@ class RECOneSide(REC):
 class RECTwoSide(REC):
     """M: 1 - clip_low <= r <= 1 + clip_high."""
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         return (ratio_N >= self.low) & (ratio_N <= self.high)
 
 
@@ -128,7 +128,7 @@ class RECRing(RECTwoSide):
         self.outer_low = 1 - outer_low
         self.outer_high = 1 + outer_high
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         positive_N = (advantage_N >= 0) & (ratio_N <= self.outer_low)
         negative_N = (advantage_N <= 0) & (ratio_N >= self.outer_high)
         return super().mask(ratio_N, advantage_N) | positive_N | negative_N

@@ -112,7 +112,7 @@ class TOPR(RatioLoss):
         self.log_a_minus = log_limit(a_minus)
         self.log_b_minus = log_limit(b_minus)
 
-    def taper(self, log_x: Tensor, positive: Tensor) -> Tapered:
+    def taper(self, log_x, positive) -> Tapered:
         log_a = torch.full_like(log_x, self.log_a_minus).masked_fill(positive, self.log_a_plus)
         log_b = torch.full_like(log_x, self.log_b_minus).masked_fill(positive, self.log_b_plus)
         truncated_ratio = log_x.detach().clamp(log_a, log_b).exp()

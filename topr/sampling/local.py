@@ -122,8 +122,7 @@ class Rows:
         equal = [group for group in self.queue if len(group[0].prompt) == self.prompt_width]
         equal = equal[: max(1, PREFILL // self.prompt_width)]
         del self.queue[: len(equal)]
-        for place, group in enumerate(equal):
-            self.waiting += [(place, draft) for draft in group]
+        self.waiting = [(place, draft) for place, group in enumerate(equal) for draft in group]
         ids_PL = self.to_device([group[0].prompt for group in equal])
         # Made without the model's config, whose sliding windows would drop columns.
         cache: Any = DynamicCache()

@@ -1,17 +1,15 @@
 """Sampling on a server of vLLM or SGLang, through the `openai` client; token ids are exchanged."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import openai
-from jsonargparse.typing import PositiveInt, restricted_string_type
+from jsonargparse.typing import PositiveInt
 
 from topr.io import InputError, first_line
 from topr.sampling.base import Response, Sampler
 from topr.sampling.local import end_of_response
 
-Url: Any = restricted_string_type("Url", "https?://.+")
 RETRIES = 6  # of a request that fails, or has no reply within the client's ten minutes
 
 
@@ -23,15 +21,13 @@ class ServerSampler(Sampler):
 
     Args:
         url: address up to and including /v1.
-        model: the policy's name on the server; by default the one that it serves.
         concurrency: requests at once, for each process.
     """
 
     in_process = False
 
-    def __init__(self, url: Url, model: str = "", concurrency: PositiveInt = 64):
+    def __init__(self, url: str, concurrency: PositiveInt = 64):
         self.url = url
-        self.model = model
         self.concurrency = concurrency
 
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
@@ -49,8 +45,8 @@ class ServerSampler(Sampler):
     async def respond_to_all(self, policy, sampling, requests) -> list[Response]:
         """A response to each prompt and seed."""
         slots = asyncio.Semaphore(self.concurrency)
-        settings = {"base_url": self.url, "api_key": "none", "max_retries": RETRIES}
-        async with openai.AsyncOpenAI(**settings) as client:
+        client = openai.AsyncOpenAI(base_url=self.url, api_key="none", max_retries=RETRIES)
+        async with client:
             responses = []
             for prompt, seed in requests:
                 responses.append(self.respond(client, slots, policy, sampling, prompt, seed))
@@ -59,7 +55,7 @@ class ServerSampler(Sampler):
     async def respond(self, client, slots, policy, sampling, prompt, seed) -> Response:
         async with slots:
             completion = await client.completions.create(
-                model=self.model,
+                model="",  # the one that it serves
                 prompt=prompt,
                 seed=seed,
                 max_tokens=sampling.max_new_tokens,

@@ -82,7 +82,7 @@ class MATH(Task):
     columns = {"problem": (str,)}
     optional = {"unique_id": (str, int), "answer": (str,), "solution": (str,)}
 
-    def problem(self, row: dict[str, Any], index: int) -> Problem:
+    def problem(self, row, index) -> Problem:
         gold = row.get("answer") or last_box(row.get("solution") or "")
         return Problem(str(row.get("unique_id", index)), row["problem"], gold or "")
 

@@ -58,7 +58,7 @@ class Verifier(Task):
             problems.append(Problem(f"{t.prompt_id}/{index}", t.prompt, gold, t.response))
         return problems
 
-    def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
+    def prompt(self, problem, tokenizer) -> Prompt:
         """Question and candidate, with the request for a critique that ends in a verdict."""
         solution = after_thinking(problem.solution or "")
         # A candidate must not end the question, or start a new chat message.
@@ -85,5 +85,4 @@ class Verifier(Task):
 
     def weight(self, critiques: list[Trajectory]) -> float:
         """A solution's weight in a vote: the share of its critiques that call it correct."""
-        correct, _ = self.verdicts
-        return fmean(critique.answer == correct for critique in critiques)
+        return fmean(critique.answer == self.verdicts[0] for critique in critiques)
