@@ -1,4 +1,4 @@
-"""Sampling on a fake server: requests, failures and dropped responses."""
+"""Sampling on a fake server: requests, failures and responses whose ids are uncertain."""
 
 import json
 import random
