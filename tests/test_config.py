@@ -301,7 +301,7 @@ def test_rewards_of_one_sign_are_rejected_or_warned_about(run, good, tmp_path):
         trajectory.reward = 1.0
     ones = write(tmp_path / "ones.parquet", policy, trajectories)
     share = ["--data.advantage=topr.advantages.PositiveShare", "--data.advantage.share=0.2"]
-    rejected(run, "every reward is 1", *fit(policy, ones, *share))
+    rejected(run, "all rewards are equal", *fit(policy, ones, *share))
     with pytest.warns(UserWarning, match="only positives are learned"):
         accepted(run, *fit(policy, ones))
     for trajectory in trajectories:

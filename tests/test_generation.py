@@ -210,15 +210,6 @@ def test_a_response_depends_on_its_seed_prompt_and_place_alone(make):
     assert [[response.ids for response in responses] for responses in odd] == whole[1::2]
 
 
-@torch.no_grad()
-def test_as_many_rows_as_fit_into_free_memory(make):
-    rows = Watched(make("Llama"), [[2] * 12], 1, 1)
-    rows.prefill()
-    size = 6 * 2 * 8 * 8 * (12 + LONGEST)  # keys and values of 3 layers in float64, 2 heads of 8
-    assert rows.rows_that_fit(300.5 * size * 1.6) == 300
-    assert rows.rows_that_fit(0) == 1
-
-
 def test_a_requested_stop_returns_the_responses_so_far(make):
     policy = make("Llama")
     whole = sample(policy, PROMPTS[:1], 2, 2, PLAIN)
@@ -232,7 +223,10 @@ def test_a_requested_stop_returns_the_responses_so_far(make):
     assert [draft.ids for draft in rows.all] == [ids[:9] for ids in whole[0]]
 
 
-def test_a_model_with_another_cache_is_refused(make):
-    policy = make("Mamba", state_size=4)
-    with pytest.raises(InputError, match="Mamba' caches more than keys and values; .* on a server"):
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Mamba", {"state_size": 4}), ("Lfm2", {"full_attn_idxs": [1]})]
+)
+def test_a_model_with_another_cache_is_refused(make, family, changes):
+    policy = make(family, **changes)
+    with pytest.raises(InputError, match="caches more than keys and values; .* on a server"):
         sample(policy, PROMPTS, 1, 3)

@@ -177,7 +177,6 @@ class Wrong(TOPR):
         (torch.zeros(2), "not Tensor"),
         (LossOutput(torch.zeros(()), *[torch.zeros(2)] * 4), "in loss_B"),
         (LossOutput(*[torch.zeros(2)] * 4, None), "in truncated_B"),
-        (LossOutput(*[torch.zeros(2)] * 5), "gradient"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused(result, message):
@@ -212,23 +211,20 @@ def test_positive_share_of_no_signal_is_zero():
 
 
 def test_positive_share_needs_rewards_that_differ():
-    with pytest.raises(InputError, match="every reward is 1, .*Baseline"):
+    with pytest.raises(InputError, match="all rewards are equal; .*Baseline"):
         PositiveShare(0.2)(np.ones(4), None, None)
     PositiveShare(0.2)(np.array([1, 1, 1, -1]), None, None)
 
 
 @pytest.mark.parametrize(
-    ("make", "wrong", "message", "right"),
+    ("wrong", "right"),
     [
-        (TOPR, {"a_minus": 2.0}, "a_minus.*0 <= a <= b", {"a_minus": 1.0}),
-        (TOPR, {"a_plus": -1.0}, "a_plus.*0 <= a <= b", {"a_plus": 0.0}),
-        (TOPR, {"b_plus": math.nan}, "b_plus.*0 <= a <= b", {"b_plus": math.inf}),
-        (TOPR, {"ratio": "tokens"}, "one of sequence", {"ratio": "token"}),
-        (PositiveShare, {"share": 1.0}, "share", {"share": 0.99}),
-        (PositiveShare, {"share": math.nan}, "share", {"share": 0.01}),
+        ({"a_minus": 2.0}, {"a_minus": 1.0}),
+        ({"a_plus": -1.0}, {"a_plus": 0.0}),
+        ({"b_plus": math.nan}, {"b_plus": math.inf}),
     ],
 )
-def test_wrong_arguments_are_refused_and_right_ones_are_not(make, wrong, message, right):
-    with pytest.raises(InputError, match=message):
-        make(**wrong)
-    make(**right)
+def test_wrong_limits_are_refused_and_right_ones_are_not(wrong, right):
+    with pytest.raises(InputError, match="0 <= a <= b"):
+        TOPR(**wrong)
+    TOPR(**right)

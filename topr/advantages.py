@@ -7,6 +7,7 @@ have one value for each trajectory of the whole data set; groups are integers fr
 from abc import ABC, abstractmethod
 
 import numpy as np
+from jsonargparse.typing import OpenUnitInterval, PositiveFloat
 
 from topr.io import InputError
 from topr.settings import Configurable
@@ -39,25 +40,20 @@ class PositiveShare(Advantage):
         share: effective share of positives, between 0 and 1; see `positive_share_of`.
     """
 
-    def __init__(self, share: float):
-        if not 0 < share < 1:
-            raise InputError(f"data.advantage: share must be between 0 and 1, not {share}")
+    def __init__(self, share: OpenUnitInterval):
         self.share = share
 
     def __call__(self, reward, group, rng):
         from scipy.optimize import bisect  # here: nothing else needs scipy
 
         reward = reward.astype(np.float64)
-        low = reward.min()
-        high = reward.max()
-        if low == high:
-            reason = f"every reward is {low:g}, so no baseline gives a share"
-            raise InputError(f"data.train: {reason}; set data.advantage to Baseline")
+        if reward.min() == reward.max():
+            raise InputError("data.train: all rewards are equal; set data.advantage to Baseline")
 
         def surplus(c):
             return positive_share_of(reward - c) - self.share  # falls as c rises
 
-        return reward - bisect(surplus, low, high, xtol=1e-15)
+        return reward - bisect(surplus, reward.min(), reward.max(), xtol=1e-15)
 
 
 class GroupMean(Advantage):
@@ -122,9 +118,7 @@ class GroupExponential(Advantage):
     The advantage of RED-Weight (arXiv:2509.24203).
     """
 
-    def __init__(self, temperature: float = 1.0):
-        if not temperature > 0:
-            raise InputError(f"data.advantage: temperature must be above 0, not {temperature}")
+    def __init__(self, temperature: PositiveFloat = 1.0):
         self.temperature = temperature
 
     def __call__(self, reward, group, rng):
@@ -156,5 +150,5 @@ def positive_share_of(advantage: np.ndarray) -> float:
 
     0 if every advantage is 0.
     """
-    total = np.abs(advantage).sum(dtype=float)
-    return np.maximum(advantage, 0).sum(dtype=float) / total if total > 0 else 0.0
+    positive = np.maximum(advantage, 0).sum(dtype=float)
+    return positive / (np.abs(advantage).sum(dtype=float) or 1.0)

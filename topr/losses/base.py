@@ -73,12 +73,6 @@ def whole_response_output(loss_B: Tensor, log_ratio_B: Tensor, weight_B: Tensor)
     )
 
 
-def check_argument(name: str, value: object, valid: bool, expected: str) -> None:
-    """Raise an InputError that names the argument of a loss unless it is valid."""
-    if not valid:
-        raise InputError(f"model.loss: {name} is {value}; it must be {expected}")
-
-
 def check_output(loss: Loss) -> None:
     """Call a loss on a positive and a negative; raise an InputError unless its output is right."""
     log_probs_N = torch.zeros(4, requires_grad=True)
@@ -90,5 +84,3 @@ def check_output(loss: Loss) -> None:
     for name, value in output._asdict().items():
         if getattr(value, "shape", None) != length_B.shape:
             raise InputError(f"{expected} with one value per trajectory in {name}")
-    if not output.loss_B.requires_grad:
-        raise InputError(f"{expected} whose loss_B has a gradient")

@@ -3,27 +3,14 @@
 Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T).
 """
 
-import math
 from abc import abstractmethod
 
 import torch
+from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 
-from topr.losses.base import (
-    Loss,
-    LossOutput,
-    check_argument,
-    mean_tokens,
-    sum_tokens,
-    whole_response_output,
-)
+from topr.losses.base import Loss, LossOutput, mean_tokens, sum_tokens, whole_response_output
 from topr.losses.topr import LOG_INFINITY, LOG_ZERO, Ratio, RatioLoss, Tapered, rho
-
-
-def check_clips(**clips: float) -> None:
-    """Raise an InputError unless the distances of all clip bounds from 1 are at least 0."""
-    for name, clip in clips.items():
-        check_argument(name, clip, clip >= 0, "at least 0; .inf clips nothing")
 
 
 def exp_ratio(log_x: Tensor) -> Tensor:
@@ -39,13 +26,17 @@ class PPO(RatioLoss):
     also GSPO (arXiv:2507.18071), -min(s A, clip(s) A), where s carries the 1/T. See `RatioLoss`.
     """
 
-    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = "token"):
+    def __init__(
+        self,
+        clip_low: NonNegativeFloat = 0.2,
+        clip_high: NonNegativeFloat = 0.2,
+        ratio: Ratio = "token",
+    ):
         super().__init__(ratio)
-        check_clips(clip_low=clip_low, clip_high=clip_high)
         self.low = 1 - clip_low
         self.high = 1 + clip_high
 
-    def taper(self, log_x: Tensor, positive: Tensor) -> Tapered:
+    def taper(self, log_x, positive) -> Tapered:
         ratio = rho(log_x, LOG_ZERO, LOG_INFINITY)
         # min(r A, clip(r) A) / A: positives are clipped from above only, negatives from below only
         value = torch.where(positive, ratio.clamp(max=self.high), ratio.clamp(min=self.low))
@@ -62,8 +53,7 @@ class WeightedLoss(Loss):
         clip_high: the upper bound of r is 1 + clip_high.
     """
 
-    def __init__(self, clip_low: float, clip_high: float):
-        check_clips(clip_low=clip_low, clip_high=clip_high)
+    def __init__(self, clip_low: NonNegativeFloat = 0.2, clip_high: NonNegativeFloat = 0.2):
         self.low = 1 - clip_low
         self.high = 1 + clip_high
 
@@ -89,34 +79,28 @@ class CISPO(WeightedLoss):
     """w = clip(r, 1 - clip_low, 1 + clip_high); no token is dropped (MiniMax-M1,
     arXiv:2506.13585)."""
 
-    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(self, ratio_N, advantage_N):
         clipped_N = ratio_N.clamp(self.low, self.high)
         return clipped_N, clipped_N != ratio_N
 
 
 class REC(WeightedLoss):
-    """w = M_t, a mask that stands for clipping, or r_t M_t with `importance` (arXiv:2509.24203)."""
-
-    def __init__(self, importance: bool = False, clip_low: float = 0.2, clip_high: float = 0.2):
-        super().__init__(clip_low, clip_high)
-        self.importance = importance
+    """w = M_t, a mask that stands for clipping (arXiv:2509.24203)."""
 
     @abstractmethod
     def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
         """M_t, boolean."""
 
-    def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(self, ratio_N, advantage_N):
         mask_N = self.mask(ratio_N, advantage_N)
-        if self.importance:
-            return mask_N * ratio_N, ~mask_N
         return mask_N.to(ratio_N), ~mask_N
 
 
 class RECOneSide(REC):
-    """M: r <= 1 + clip_high for A >= 0, r >= 1 - clip_low for A <= 0. With `importance` it has
+    """M: r <= 1 + clip_high for A >= 0, r >= 1 - clip_low for A <= 0. Weighted by r it would have
     PPO's gradient."""
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         positive_N = (advantage_N >= 0) & (ratio_N <= self.high)
         negative_N = (advantage_N <= 0) & (ratio_N >= self.low)
         return positive_N | negative_N
@@ -125,7 +109,7 @@ class RECOneSide(REC):
 class RECTwoSide(REC):
     """M: 1 - clip_low <= r <= 1 + clip_high."""
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         return (ratio_N >= self.low) & (ratio_N <= self.high)
 
 
@@ -135,18 +119,16 @@ class RECRing(RECTwoSide):
 
     def __init__(
         self,
-        importance: bool = False,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        outer_low: float = 0.6,
-        outer_high: float = 2.0,
+        clip_low: NonNegativeFloat = 0.2,
+        clip_high: NonNegativeFloat = 0.2,
+        outer_low: NonNegativeFloat = 0.6,
+        outer_high: NonNegativeFloat = 2.0,
     ):
-        super().__init__(importance, clip_low, clip_high)
-        check_clips(outer_low=outer_low, outer_high=outer_high)
+        super().__init__(clip_low, clip_high)
         self.outer_low = 1 - outer_low
         self.outer_high = 1 + outer_high
 
-    def mask(self, ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    def mask(self, ratio_N, advantage_N):
         positive_N = (advantage_N >= 0) & (ratio_N <= self.outer_low)
         negative_N = (advantage_N <= 0) & (ratio_N >= self.outer_high)
         return super().mask(ratio_N, advantage_N) | positive_N | negative_N
@@ -155,8 +137,7 @@ class RECRing(RECTwoSide):
 class OPMD(Loss):
     """-A log pi + (tau/2) h^2 on whole sequences, without 1/T (Kimi k1.5, arXiv:2501.12599)."""
 
-    def __init__(self, tau: float = 0.1):
-        check_argument("tau", tau, 0 <= tau < math.inf, "finite and at least 0")
+    def __init__(self, tau: NonNegativeFloat = 0.1):
         self.tau = tau
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:

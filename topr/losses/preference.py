@@ -3,19 +3,17 @@
 Shapes and symbols: see `losses/base.py`. beta scales the log-ratio h.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import PositiveFloat
 
-from topr.losses.base import Loss, LossOutput, check_argument, sum_tokens, whole_response_output
+from topr.losses.base import Loss, LossOutput, sum_tokens, whole_response_output
 
 
 class PreferenceLoss(Loss):
     """A loss of beta h."""
 
-    def __init__(self, beta: float = 0.1):
-        check_argument("beta", beta, 0 < beta < math.inf, "finite and above 0")
+    def __init__(self, beta: PositiveFloat = 0.1):
         self.beta = beta
 
 

@@ -6,12 +6,13 @@ Shapes and symbols: see `losses/base.py`. x is a ratio pi/mu, [x]_a^b = min(max(
 
 import math
 from abc import abstractmethod
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from topr.losses.base import Loss, LossOutput, check_argument, mean_tokens, sum_tokens
+from topr.io import InputError
+from topr.losses.base import Loss, LossOutput, mean_tokens, sum_tokens
 
 LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
 LOG_ZERO = -1e4  # its exponential is exactly 0
@@ -55,8 +56,6 @@ class RatioLoss(Loss):
     """
 
     def __init__(self, ratio: Ratio):
-        levels = get_args(Ratio)
-        check_argument("ratio", ratio, ratio in levels, f"one of {', '.join(levels)}")
         self.ratio = ratio
 
     @abstractmethod
@@ -69,10 +68,8 @@ class RatioLoss(Loss):
         positive_B = advantage_B >= 0
         if self.ratio == "token":
             positive_N = positive_B.repeat_interleave(length_B, output_size=len(log_ratio_N))
-            tapered = self.taper(log_ratio_N, positive_N)
-            f_B = mean_tokens(tapered.value, length_B)
-            weight_B = mean_tokens(tapered.weight, length_B)
-            truncated_B = mean_tokens(tapered.truncated, length_B)
+            tapered_N = self.taper(log_ratio_N, positive_N)
+            f_B, weight_B, truncated_B = [mean_tokens(value_N, length_B) for value_N in tapered_N]
         elif self.ratio == "sequence_mean":
             f_B, weight_B, truncated_B = self.taper(log_ratio_B / length_B, positive_B)
         else:
@@ -108,15 +105,14 @@ class TOPR(RatioLoss):
         ratio: Ratio = "sequence",
     ):
         super().__init__(ratio)
-        expected = "a pair of limits with 0 <= a <= b"
-        check_argument("[a_plus, b_plus]", [a_plus, b_plus], 0 <= a_plus <= b_plus, expected)
-        check_argument("[a_minus, b_minus]", [a_minus, b_minus], 0 <= a_minus <= b_minus, expected)
+        if not (0 <= a_plus <= b_plus and 0 <= a_minus <= b_minus):
+            raise InputError("model.loss: the limits of a ratio must be 0 <= a <= b")
         self.log_a_plus = log_limit(a_plus)
         self.log_b_plus = log_limit(b_plus)
         self.log_a_minus = log_limit(a_minus)
         self.log_b_minus = log_limit(b_minus)
 
-    def taper(self, log_x: Tensor, positive: Tensor) -> Tapered:
+    def taper(self, log_x, positive) -> Tapered:
         log_a = torch.full_like(log_x, self.log_a_minus).masked_fill(positive, self.log_a_plus)
         log_b = torch.full_like(log_x, self.log_b_minus).masked_fill(positive, self.log_b_plus)
         truncated_ratio = log_x.detach().clamp(log_a, log_b).exp()
@@ -124,29 +120,34 @@ class TOPR(RatioLoss):
         return Tapered(rho(log_x, log_a, log_b), truncated_ratio, truncated.to(log_x))
 
 
-class REINFORCE(TOPR):
+class Preset(TOPR):
+    """A member of the family: `limits` are its a_plus, b_plus, a_minus, b_minus."""
+
+    limits: tuple[float, float, float, float]
+
+    def __init__(self, ratio: Ratio = "sequence"):
+        super().__init__(*self.limits, ratio)
+
+
+class REINFORCE(Preset):
     """Naive off-policy REINFORCE. It pushes negatives without end and collapses."""
 
-    def __init__(self, ratio: Ratio = "sequence"):
-        super().__init__(a_plus=1, b_plus=1, a_minus=1, b_minus=1, ratio=ratio)
+    limits = (1, 1, 1, 1)
 
 
-class PositivesOnly(TOPR):
+class PositivesOnly(Preset):
     """Supervised fine-tuning on positives (SFT, STaR, RFT). Negatives count only in the divisor."""
 
-    def __init__(self, ratio: Ratio = "sequence"):
-        super().__init__(a_plus=1, b_plus=1, a_minus=0, b_minus=0, ratio=ratio)
+    limits = (1, 1, 0, 0)
 
 
-class IS(TOPR):
+class IS(Preset):
     """Off-policy REINFORCE with the untruncated importance ratio: unbiased, exploding variance."""
 
-    def __init__(self, ratio: Ratio = "sequence"):
-        super().__init__(a_plus=0, b_plus=math.inf, a_minus=0, b_minus=math.inf, ratio=ratio)
+    limits = (0, math.inf, 0, math.inf)
 
 
-class TIS(TOPR):
+class TIS(Preset):
     """Truncated importance sampling: ratios clipped to [0, 1] for both signs."""
 
-    def __init__(self, ratio: Ratio = "sequence"):
-        super().__init__(a_plus=0, b_plus=1, a_minus=0, b_minus=1, ratio=ratio)
+    limits = (0, 1, 0, 1)

@@ -1,7 +1,7 @@
-"""What samplers share: parameters, the response, the interface, where a response ends."""
+"""What samplers share: parameters, the response, the interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,23 +74,5 @@ class Sampler(Configurable, ABC):
             prompt_indices: the index of each prompt in a larger whole; by default 0, 1, …
 
         Returns:
-            The responses to each prompt. A prompt has fewer than n if sampling was stopped, or if
-            the sampler dropped responses whose token ids are uncertain; it then warns.
+            The responses to each prompt, fewer than n if sampling was stopped.
         """
-
-
-def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
-    """The test for the end: an end token, a complete stop string, or max_new_tokens."""
-    end_tokens = policy.end_tokens
-    # The last tokens: each may hold a single byte, and the first ones a part of a character.
-    window = 4 + len("".join(sampling.stop).encode())
-
-    def ended(ids: Ids) -> bool:
-        if ids[-1] in end_tokens or len(ids) == sampling.max_new_tokens:
-            return True
-        if not sampling.stop:
-            return False
-        text = policy.tokenizer.decode(ids[-window:])
-        return any(stop in text for stop in sampling.stop)
-
-    return ended

@@ -13,11 +13,11 @@ once, and its keys and values are copied to the columns before the cursor in eve
 continues it. As rows have no gaps, columns are as far apart as their tokens, which is what the mask
 of a sliding window needs.
 
-Shapes: R rows, C columns, P prompts, L columns of the prompts, H key/value heads, D their width,
+Shapes: R rows, C columns, P prompts, L their length, H key/value heads, D their width,
 V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from topr.distributed import stop_requested
 from topr.io import InputError
-from topr.sampling.base import Ids, Response, Sampler, Sampling, end_of_response
+from topr.policy import Policy
+from topr.sampling.base import Ids, Response, Sampler, Sampling
 
 PREFILL = 512  # tokens of prompts that are computed at once
 
@@ -49,7 +49,8 @@ class LocalSampler(Sampler):
 
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
-        if policy.model._is_stateful:  # Mamba, for example
+        layer_types = getattr(policy.model.config, "layer_types", None) or []
+        if policy.model._is_stateful or "conv" in layer_types:  # Mamba or LFM2, for example
             problem = f"policy {policy.name!r} caches more than keys and values"
             raise InputError(f"{problem}; sample on a server, with data.val and data.test null")
         groups = []  # the n drafts of each prompt
@@ -116,21 +117,16 @@ class Rows:
                 return
 
     def prefill(self):
-        """Compute the next prompts. The first call makes the rows."""
-        count = max(1, PREFILL // len(self.queue[0][0].prompt))
-        prompts = []
-        for place, group in enumerate(self.queue[:count]):
-            prompts.append(torch.tensor(group[0].prompt))
-            self.waiting += [(place, draft) for draft in group]
-        del self.queue[:count]
-        ids_PL = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-        ids_PL = ids_PL.to(self.policy.device)
-        mask_PL = (ids_PL >= 0).long()
-        position_PL = (mask_PL.cumsum(-1) - 1).clamp(min=0)
+        """Compute the next prompts of equal length. The first call makes the rows."""
+        self.prompt_width = len(self.queue[0][0].prompt)
+        equal = [group for group in self.queue if len(group[0].prompt) == self.prompt_width]
+        equal = equal[: max(1, PREFILL // self.prompt_width)]
+        del self.queue[: len(equal)]
+        self.waiting = [(place, draft) for place, group in enumerate(equal) for draft in group]
+        ids_PL = self.to_device([group[0].prompt for group in equal])
         # Made without the model's config, whose sliding windows would drop columns.
         cache: Any = DynamicCache()
-        self.prompt_logits_PV = self.forward(ids_PL.clamp(min=0), mask_PL, position_PL, cache)
-        self.prompt_width = ids_PL.shape[1]
+        self.prompt_logits_PV = self.forward(ids_PL, None, None, cache)
         self.prompt_states = []  # keys and values of each layer, [P, H, L, D]
         for layer in cache.layers:
             states_PHLD = torch.cat([layer.keys, layer.values], dim=-1)
@@ -145,19 +141,16 @@ class Rows:
         rows = self.most
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-            rows = min(rows, self.rows_that_fit(torch.cuda.mem_get_info(self.policy.device)[0]))
+            free, _ = torch.cuda.mem_get_info(self.policy.device)
+            longest = self.prompt_width + self.sampling.max_new_tokens
+            column = sum(states_PHLD[0, :, 0].nbytes for states_PHLD in self.prompt_states)
+            # A quarter is for `resize`, the rest for logits and the layers' own tensors.
+            rows = max(1, min(rows, int(free / (1.6 * longest * column))))
         self.cursor = self.prompt_width  # the column to write next
         self.longest = 0  # row, in columns
         self.layers = [RowLayer(self, states) for states in self.prompt_states]
         # At first every row is free, and holds a copy of the first prompt.
         self.resize([0] * rows)
-
-    def rows_that_fit(self, free):
-        """How many rows of the greatest length fit into `free` bytes."""
-        longest = self.prompt_width + self.sampling.max_new_tokens
-        column = sum(states_PHLD[0, :, 0].nbytes for states_PHLD in self.prompt_states)
-        # A quarter is for `resize`, the rest for logits and the layers' own tensors.
-        return max(1, int(free / (1.6 * longest * column)))
 
     def start(self, free):
         """Copy prompts into free rows, and sample the first tokens of their responses."""
@@ -264,3 +257,20 @@ def sample_tokens(logits_RV: Tensor, draw_R: Tensor, sampling: Sampling) -> Tens
     if likeliest_first:
         choice_R1 = token_RV.gather(1, choice_R1)
     return choice_R1[:, 0]
+
+
+def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
+    """The test for the end: an end token, a complete stop string, or max_new_tokens."""
+    end_tokens = policy.end_tokens
+    # The last tokens: each may hold a single byte, and the first ones a part of a character.
+    window = 4 + len("".join(sampling.stop).encode())
+
+    def ended(ids: Ids) -> bool:
+        if ids[-1] in end_tokens or len(ids) == sampling.max_new_tokens:
+            return True
+        if not sampling.stop:
+            return False
+        text = policy.tokenizer.decode(ids[-window:])
+        return any(stop in text for stop in sampling.stop)
+
+    return ended

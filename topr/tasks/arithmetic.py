@@ -5,12 +5,11 @@ Prompt `9+3*2-4>`, correct response `9+3=12;12*2=24;24-4=20;#20` and the end tok
 """
 
 import re
-from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Task, exact_grade
+from topr.tasks.task import Grade, Task, exact_grade
 from topr.tasks.verifier import Verifier
 
 
@@ -44,7 +43,7 @@ class ArithmeticVerifier(Verifier):
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12)
     verdicts = ("1", "0")
 
-    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+    def prompt(self, problem, tokenizer) -> str:
         """The question and the candidate solution."""
         return f"{problem.prompt}{problem.solution}>"
 

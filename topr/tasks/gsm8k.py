@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, after_thinking, exact_grade
@@ -24,7 +23,7 @@ class GSM8K(Task):
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"question": (str,), "answer": (str,)}
 
-    def problem(self, row: dict[str, Any], index: int) -> Problem:
+    def problem(self, row, index) -> Problem:
         gold = last_number(row["answer"].partition("####")[2])
         return Problem(str(row.get("id", index)), row["question"], gold or "")
 

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -82,7 +82,7 @@ class MATH(Task):
     columns = {"problem": (str,)}
     optional = {"unique_id": (str, int), "answer": (str,), "solution": (str,)}
 
-    def problem(self, row: dict[str, Any], index: int) -> Problem:
+    def problem(self, row, index) -> Problem:
         gold = row.get("answer") or last_box(row.get("solution") or "")
         return Problem(str(row.get("unique_id", index)), row["problem"], gold or "")
 
@@ -98,7 +98,7 @@ class MATH(Task):
         if not answer:
             return Grade(-1.0, False, None)
         try:
-            correct = answer == right or (not COSTLY.search(answer) and judge.same(right, answer))
+            correct = answer == right or (not COSTLY.search(answer) and same(right, answer))
         except TimeoutError:
             return Grade(-1.0, None, answer)
         return Grade(1.0, True, right) if correct else Grade(-1.0, True, answer)
@@ -139,31 +139,30 @@ def normal_form(text: str) -> str:
     return text
 
 
-class Judge:
-    """Compares answers in a child process, which it starts when needed."""
+@lru_cache(maxsize=1 << 16)
+def same(gold: str, answer: str) -> bool:
+    """Whether two answers in normal form mean the same; a child process compares them.
 
-    child: Any = None  # a Popen, whose pipes are typed as optional
-
-    @lru_cache(maxsize=1 << 16)  # noqa: B019 (there is one judge)
-    def same(self, gold: str, answer: str) -> bool:
-        """Whether two answers in normal form mean the same.
-
-        Raises:
-            TimeoutError: the comparison took too long or failed.
-            RuntimeError: the child process cannot start.
-        """
-        if self.child is None or self.child.poll() is not None:
-            # in a new session, because Ctrl-C must not reach the child
-            self.child = Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
-        with suppress(BrokenPipeError):  # the child has ended; the reply is then empty
-            self.child.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
-        reply = self.child.stdout.readline()
+    Raises:
+        TimeoutError: the comparison took too long or failed.
+        RuntimeError: the child process cannot start.
+    """
+    process = child()
+    with suppress(BrokenPipeError):  # it has ended; the reply is then empty
+        process.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
+    reply = process.stdout.readline()
+    if not reply:
+        child.cache_clear()
         # A signal, such as its alarm, makes the exit code negative.
-        if not reply and self.child.wait() > 0:
+        if process.wait() > 0:
             raise RuntimeError("math-verify cannot be imported; install requirements.txt")
-        if reply in (b"", b"null\n"):
-            raise TimeoutError
-        return json.loads(reply)
+    if reply in (b"", b"null\n"):
+        raise TimeoutError
+    return json.loads(reply)
 
 
-judge = Judge()
+@cache
+def child() -> Any:
+    """The process that compares."""
+    # in a new session, because Ctrl-C must not reach it
+    return Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)

@@ -39,13 +39,14 @@ class Verifier(Task):
         for path in resolve_files(str(source), "solutions to judge"):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
-        first = [problem for problem in problems if problem.gold == problems[0].gold]
-        others = [problem for problem in problems if problem.gold != problems[0].gold]
-        if not others:
-            raise InputError(f"{source}: every solution is {problems[0].gold}; sample more")
-        count = min(len(first), len(others))
+        golds = [problem.gold for problem in problems]
+        count = min(map(golds.count, self.verdicts))
+        if count == 0:
+            raise InputError(f"{source}: every solution is {golds[0]}; sample more")
         rng = random.Random(0)
-        chosen = rng.sample(first, count) + rng.sample(others, count)
+        chosen = []
+        for gold in dict.fromkeys(golds):
+            chosen += rng.sample([problem for problem in problems if problem.gold == gold], count)
         return sorted(chosen, key=problems.index)
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
@@ -57,7 +58,7 @@ class Verifier(Task):
             problems.append(Problem(f"{t.prompt_id}/{index}", t.prompt, gold, t.response))
         return problems
 
-    def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
+    def prompt(self, problem, tokenizer) -> Prompt:
         """Question and candidate, with the request for a critique that ends in a verdict."""
         solution = after_thinking(problem.solution or "")
         # A candidate must not end the question, or start a new chat message.
@@ -84,5 +85,4 @@ class Verifier(Task):
 
     def weight(self, critiques: list[Trajectory]) -> float:
         """A solution's weight in a vote: the share of its critiques that call it correct."""
-        correct, _ = self.verdicts
-        return fmean(critique.answer == correct for critique in critiques)
+        return fmean(critique.answer == self.verdicts[0] for critique in critiques)
