@@ -23,12 +23,15 @@ class DivergedError(InputError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, of an `InputError` that a library has wrapped."""
+    """The first line of an error's message, and the second if the first ends in a colon.
+
+    If a library has wrapped an `InputError`, that one's.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, InputError):
         cause = cause.__cause__ or cause.__context__
-    lines = str(cause or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    found = re.match(r"(.*:\s*\n)?.*", str(cause or error).strip())
+    return " ".join(found[0].split()) if found and found[0] else type(error).__name__
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Shapes and symbols: see `losses/base.py`. x is a ratio pi/mu, [x]_a^b = min(max(
 
 import math
 from abc import abstractmethod
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class RatioLoss(Loss):
     """
 
     def __init__(self, ratio: Ratio):
+        if ratio not in get_args(Ratio):
+            raise InputError(f"model.loss: ratio is {ratio!r}, not one of {get_args(Ratio)}")
         self.ratio = ratio
 
     @abstractmethod
