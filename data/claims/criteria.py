@@ -50,7 +50,7 @@ def summarise(results: pd.DataFrame, rows: list[str], metrics: list[str]) -> dic
     return table
 
 
-def check(parts: dict[str, list[dict[str, Any]]], results: pd.DataFrame) -> dict[str, str]:
+def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict[str, str]:
     """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
     for text, conditions in parts.items():
@@ -59,17 +59,15 @@ def check(parts: dict[str, list[dict[str, Any]]], results: pd.DataFrame) -> dict
     return found
 
 
-def holds(condition: dict[str, Any], results: pd.DataFrame) -> str:
-    """Whether an interval lies on the right side of a bound."""
+def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
+    """Whether an interval lies above 0."""
     values = evaluated(results, condition["row"])
     metric = condition["metric"]
     values = values[metric] if metric in values else values.eval(metric)
     low, high = over_seeds(values)["interval"]
-    right_side = "above" in condition
-    bound = condition["above" if right_side else "below"]
-    if low <= bound <= high:
+    if low <= 0 <= high:
         return "undecided"
-    return "yes" if (low > bound) == right_side else "no"
+    return "yes" if low > 0 else "no"
 
 
 def verdict(parts: dict[str, str]) -> str:
