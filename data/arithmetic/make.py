@@ -87,7 +87,7 @@ def critiques(setting: Setting, rng: Generator) -> Examples:
     The solutions are imperfect, too: correct and incorrect ones in turn.
     """
     errors = setting["errors"]
-    flawless = dict.fromkeys(errors, 0) | {"carry": {}}
+    flawless: Setting = dict.fromkeys(errors, 0) | {"carry": {}}
     wanted = True
     for problem in problems_of(setting, "base", rng):
         prompt = problem["prompt"]

@@ -61,12 +61,12 @@ class Experiment:
         """
         data = self.curate(self.trajectories, *curation.split())
         more = arguments.split()
-        if points and self.split == "test":
+        validates = points and self.split == "test"
+        if validates:
             more.append(f"--data.val={self.folder}/val.jsonl")
             more.append(f"--trainer.val_check_interval={1 / points}")
         run = self.fit(*more, data=data, rate=rate)
         metrics = pd.read_csv(run / "metrics.csv")
-        validations = metrics.filter(like="val/").dropna().rename(columns=lambda x: x[4:])
         end = self.measure(run / "policy", self.split, self.samples)
         rows = {"before training": self.start.mean(), label: end.mean()}
         difficulty = pd.cut(self.start["pass@1"], [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
@@ -74,9 +74,10 @@ class Experiment:
             rows[f"{label}, {name}"] = row.fillna(0)
         if "loss/ppo" in arguments:
             rows[label]["without gradient"] = without_gradient(metrics)
-        for i, values in enumerate(validations.to_dict("records")):
-            rows[f"{label} at validation {i}"] = values
-        if len(validations):
+        if validates:
+            validations = metrics.filter(like="val/").dropna().rename(columns=lambda x: x[4:])
+            for i, values in enumerate(validations.to_dict("records")):
+                rows[f"{label} at validation {i}"] = values
             end = self.measure(run / "policy", "val", 2)
             rows[f"{label} at validation, end"] = end.mean().drop("maj")  # which others lack
         return rows
