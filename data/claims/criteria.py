@@ -13,8 +13,6 @@ import yaml
 from jinja2 import StrictUndefined, Template
 from scipy import stats
 
-ANSWERS = ["no", "undecided", "yes"]
-
 
 def load_claim(number: int, setting: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
@@ -55,7 +53,7 @@ def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict
     found = {}
     for text, conditions in parts.items():
         answers = [holds(condition, results) for condition in conditions]
-        found[text] = min(answers, key=ANSWERS.index)
+        found[text] = min(answers)  # the alphabet has no, undecided and yes in this order
     return found
 
 
@@ -77,4 +75,4 @@ def verdict(parts: dict[str, str]) -> str:
         return "not a claim"
     if "no" in answers:
         return "in part" if "yes" in answers else "no"
-    return "undecided" if "undecided" in answers else "yes"
+    return min(answers)
