@@ -67,7 +67,7 @@ def start(output: Path, words: list[str]) -> None:
     process.start()
     process.join()
     if process.exitcode and "is NaN or infinite" not in output.read_text():
-        raise InputError(f"{shlex.join(words[:3])} … failed; see {output}")
+        raise InputError(f"{shlex.join(words[:3])} … failed ({process.exitcode}); see {output}")
 
 
 def perform(words: list[str], output: Path) -> None:

@@ -108,7 +108,8 @@ def draw(path: Path, values: pd.DataFrame) -> None:
     size = 4 * len(means.columns), 5
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, len(means.columns))
-    means.plot(ax=panels, subplots=True, yerr=errors, fmt="o", capsize=3, rot=90)
+    ticks = range(len(means))
+    means.plot(ax=panels, subplots=True, yerr=errors, fmt="o", capsize=3, xticks=ticks, rot=90)
     panels[0].set_ylabel("per cent, 95% interval")
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
