@@ -98,7 +98,8 @@ def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
         "tuning": tuning,
         "rates": rates,
     }
-    return report, results.filter(regex=claim["drawn"]).unstack("metric").swaplevel(axis=1)[metrics]
+    drawn = results.filter(regex=claim["drawn"]).unstack("metric").swaplevel(axis=1)
+    return report, drawn[metrics].dropna(axis=1, how="all")  # validations have no maj
 
 
 def draw(path: Path, values: pd.DataFrame) -> None:
