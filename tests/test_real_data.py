@@ -125,7 +125,7 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
     for i in easy:
         prompt = task.prompt(task.problem(rows[i], 0), policy.tokenizer)
         text, _ = encode_prompt(prompt, policy.tokenizer)
-        demonstrations.append((text, solutions[i], True))
+        demonstrations.append((text, solutions[i] + policy.tokenizer.eos_token))
     imitate(policy, cycle(demonstrations), steps=40)
     export_policy(policy, tmp_path / "base")
 

@@ -4,17 +4,20 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 from conftest import ROOT, write
+from jsonargparse.typing import Path_fr
 
 import evaluate
 import train
-from data.arithmetic.make import make_base
-from data.arithmetic.problems import Errors, Setting, demonstration, draw, split_of
+from data.arithmetic.make import base
+from data.arithmetic.problems import END, demonstration, draw, split_of
 from topr.io import InputError
 from topr.tasks import Arithmetic, Grade
 from topr.trajectories import read_trajectories
 
 DATA = ROOT / "data" / "arithmetic"
+SETTING = yaml.safe_load((DATA / "setting.yaml").read_text())
 INVALID = Grade(-1.0, False, None)
 SPLITS = {"train": 500, "val": 200, "test": 300}
 
@@ -71,9 +74,9 @@ def test_problems_follow_the_setting():
     rng = np.random.default_rng(0)
     counts = set()
     for _ in range(500):
-        problem = draw(Setting(operations=(1, 5)), rng)
-        values = values_of(problem.prompt)
-        assert str(values[-1]) == problem.gold
+        problem = draw(SETTING | {"operations": [1, 2, 3, 4, 5]}, rng)
+        values = values_of(problem["prompt"])
+        assert str(values[-1]) == problem["gold"]
         assert min(values) >= 0 and max(values) <= 99
         counts.add(len(values) - 1)
     assert counts == {1, 2, 3, 4, 5}
@@ -82,20 +85,21 @@ def test_problems_follow_the_setting():
 @pytest.mark.parametrize("filler", [False, True])
 def test_demonstrations_without_errors_are_right(filler):
     rng = np.random.default_rng(0)
-    setting = Setting(filler=filler)
-    flawless = Errors(direct=0, missing=0, digit=0, skip=0, loop=0)
+    setting = SETTING | {"filler": filler}
+    flawless = dict.fromkeys(SETTING["errors"], 0) | {"carry": {}}
     for _ in range(200):
         problem = draw(setting, rng)
-        text, finished = demonstration(setting, flawless, problem.prompt, rng)
-        assert finished and Arithmetic().grade(text, problem.gold).reward == 1
+        text, end, _ = demonstration(setting, flawless, problem["prompt"], rng).partition(END)
+        assert end and Arithmetic().grade(text, problem["gold"]).reward == 1
 
 
 def test_errors_of_demonstrations_have_their_rates():
     rng = np.random.default_rng(0)
-    setting = Setting()
     kinds = np.zeros(3)
     for _ in range(4000):
-        text, finished = demonstration(setting, Errors(), draw(setting, rng).prompt, rng)
+        prompt = draw(SETTING, rng)["prompt"]
+        text = demonstration(SETTING, SETTING["errors"], prompt, rng)
+        finished = text.endswith(END)
         kinds += [text.startswith("#"), finished and "#" not in text, not finished]
     # A loop ends the chance of a missing answer, and both happen only where there are steps.
     loop = 0.8 * np.mean([1 - 0.94**n for n in (2, 3, 4)])
@@ -126,14 +130,16 @@ def test_shipped_trajectories_are_graded_samples_of_the_train_problems():
 
 
 def test_the_same_seed_makes_the_same_bytes(tmp_path):
+    small = {"stages": [[3, 3e-3]], "problems": {"train": 4, "val": 2, "test": 2}}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SETTING | small))
     for name in ("one", "two"):
-        make_base(tmp_path / name, seed=5, stages=((3, 3e-3),), train=4, val=2, test=2, samples=2)
+        base(tmp_path / name, Path_fr(tmp_path / "small.yaml"), seed=5)
     files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
     assert len(files) >= 8
     for file in files:
         twin = tmp_path / "two" / file.relative_to(tmp_path / "one")
         assert file.read_bytes() == twin.read_bytes(), file
-    assert len(read_trajectories(tmp_path / "one" / "train.parquet")) == 8
+    assert len(Arithmetic().problems(tmp_path / "one" / "train.jsonl")) == 4
 
 
 def test_the_readme_s_own_task_is_sampled_trained_and_evaluated(run, policy, monkeypatch):

@@ -52,12 +52,12 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
 
 def imitate(
     policy: Policy,
-    demonstrations: Iterator[tuple[str, str, bool]],
+    demonstrations: Iterator[tuple[str, str]],
     steps: int,
     lr: float = 3e-3,
     batch_size: int = 96,
 ) -> None:
-    """Train a policy in place on prompts, responses, and whether each response ends.
+    """Train a policy in place on prompts and responses, which hold the end token.
 
     It stops after the first third of a cosine schedule, so that there is room to improve.
     """
@@ -67,10 +67,9 @@ def imitate(
     for _ in range(steps):
         prompt_ids = []
         response_ids = []
-        for prompt, response, finished in islice(demonstrations, batch_size):
-            prompt_ids.append(np.array(tokenizer(prompt)["input_ids"]))
-            end = tokenizer.eos_token if finished else ""
-            response_ids.append(np.array(tokenizer(response + end)["input_ids"]))
+        for prompt, response in islice(demonstrations, batch_size):
+            prompt_ids.append(np.array(tokenizer.encode(prompt)))
+            response_ids.append(np.array(tokenizer.encode(response)))
         loss = -policy.log_probs(pack(prompt_ids, response_ids)).mean()
         optimizer.zero_grad()
         loss.backward()

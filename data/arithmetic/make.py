@@ -1,137 +1,127 @@
-"""Make the embedded task's data. data/README.md has the commands that made what is shipped.
+"""Make the embedded task's policies and problems; data/README.md has the commands.
 
-python data/arithmetic/make.py base --out FOLDER: a base policy, problems, trajectories.
-python data/arithmetic/make.py verifier --out FOLDER: a verifier's base policy, and solutions for
-it to judge.
+python data/arithmetic/make.py base …: a base policy, and problems.
+python data/arithmetic/make.py verifier …: a verifier's base policy.
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import numpy as np
 import torch
+import yaml
 from jsonargparse import auto_cli
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeInt, Path_fr, PositiveInt
+from numpy.random import Generator, default_rng
 
-from data.arithmetic.critiques import judgements
 from data.arithmetic.imitation import imitate, make_policy, make_tokenizer
-from data.arithmetic.problems import (
-    LETTERS,
-    SEPARATORS,
-    Problem,
-    Setting,
-    demonstration,
-    problems_of,
-)
+from data.arithmetic.problems import END, LETTERS, SEPARATORS, Setting, demonstration, problems_of
 from topr.commands import ArgumentParser, command
-from topr.evaluation import SamplingJob
-from topr.io import check_folder, write_text
+from topr.io import write_text
 from topr.policy import export_policy, load_policy
-from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
-from topr.trajectories import write_trajectories
+
+# of critiques: without steps, without a verdict, and of wrong digits
+DIRECT = 0.20
+MISSING = 0.12
+WRONG = 0.10
+Examples = Iterator[tuple[str, str]]  # prompts, and responses with the end token
 
 
-def make_base(
-    out: Path,
-    setting: Setting = Setting(),
-    seed: NonNegativeInt = 0,
-    stages: tuple[tuple[PositiveInt, PositiveFloat], ...] = ((1150, 3e-3),),
-    batch_size: PositiveInt = 96,
-    train: PositiveInt = 500,
-    val: PositiveInt = 200,
-    test: PositiveInt = 300,
-    samples: NonNegativeInt = 16,
-) -> None:
-    """Write a base policy, problems, and graded and scored trajectories.
+def base(out: Path, setting: Path_fr, seed: NonNegativeInt = 0) -> None:
+    """Write a base policy, train, val and test problems.
 
     Args:
         out: folder to write
+        setting: file such as setting.yaml
         seed: of everything; another seed gives other problems, too
-        stages: number of supervised updates and learning rate of each stage
-        batch_size: demonstrations per supervised update
-        train: train problems
-        val: val problems
-        test: test problems
-        samples: trajectories per train problem; 0 writes none
     """
-    check_folder("--out", out)
-    for number, (split, count) in enumerate({"train": train, "val": val, "test": test}.items(), 1):
-        rng = np.random.default_rng([seed, number])
-        write_text(out / f"{split}.jsonl", different(problems_of(setting, split, rng), count))
+    given = yaml.safe_load(setting.get_content())
+    for number, (split, count) in enumerate(given["problems"].items(), 1):
+        lines: dict[str, None] = {}  # different ones
+        for problem in problems_of(given, split, default_rng([seed, number])):
+            lines[json.dumps(problem) + "\n"] = None
+            if len(lines) == count:
+                break
+        write_text(out / f"{split}.jsonl", "".join(lines))
 
     torch.manual_seed(seed)
-    policy = make_policy(make_tokenizer(LETTERS + SEPARATORS if setting.filler else ""))
-    examples = demonstrations(setting, np.random.default_rng([seed, 0]))
-    for steps, lr in stages:
-        imitate(policy, examples, steps, lr, batch_size)
+    policy = make_policy(make_tokenizer(LETTERS + SEPARATORS if given["filler"] else ""))
+    examples = demonstrations(given, default_rng([seed, 0]))
+    for steps, lr in given["stages"]:
+        imitate(policy, examples, steps, lr, given["batch_size"])
     export_policy(policy, out / "base")
 
-    if samples:
-        task = Arithmetic(setting.max_new_tokens)
-        write_responses(out / "train.parquet", out, task, samples, seed)
 
-
-def make_verifier(
-    out: Path,
-    data: Path = Path("data/arithmetic"),
-    seed: NonNegativeInt = 0,
-    steps: PositiveInt = 400,
-    samples: PositiveInt = 4,
+def verifier(
+    out: Path, setting: Path_fr, policy: str, seed: NonNegativeInt = 0, steps: PositiveInt = 400
 ) -> None:
-    """Write a verifier's base policy, and solutions for it to judge.
+    """Write a verifier's base policy: a policy that has imitated critiques.
 
     Args:
         out: folder to write
-        data: folder with the base policy and its problems
+        setting: file such as setting.yaml
+        policy: folder of the policy to begin with
         seed: of everything
-        steps: supervised updates, from the base policy on
-        samples: solutions of each val and test problem
+        steps: supervised updates
     """
-    check_folder("--out", out)
-    for split in ("val", "test"):
-        write_responses(out / f"{split}.parquet", data, Arithmetic(), samples, seed)
-    policy = load_policy(str(data / "base"))
-    imitate(policy, judgements(Setting(), np.random.default_rng([seed, 0])), steps)
-    export_policy(policy, out / "base")
+    judge = load_policy(policy)
+    given = yaml.safe_load(setting.get_content())
+    imitate(judge, critiques(given, default_rng([seed, 0])), steps)
+    export_policy(judge, out / "base")
 
 
-def different(problems: Iterator[Problem], count: int) -> str:
-    """The first `count` different problems, as JSON lines."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        problem = next(problems)
-        row = {"id": problem.id, "prompt": problem.prompt, "gold": problem.gold}
-        found[json.dumps(row) + "\n"] = None
-    return "".join(found)
-
-
-def demonstrations(setting: Setting, rng: np.random.Generator) -> Iterator[tuple[str, str, bool]]:
-    """Endless prompts of the base split with imperfect solutions, and whether these end."""
+def demonstrations(setting: Setting, rng: Generator) -> Examples:
+    """Endless problems of the base split with imperfect solutions."""
     for problem in problems_of(setting, "base", rng):
-        response, finished = demonstration(setting, setting.errors, problem.prompt, rng)
-        yield problem.prompt, response, finished
+        prompt = problem["prompt"]
+        yield prompt, demonstration(setting, setting["errors"], prompt, rng)
 
 
-def write_responses(path: Path, data: Path, task: Arithmetic, samples: int, seed: int) -> None:
-    """Write graded and scored responses of the base policy to the problems of that name."""
-    policy = str(data / "base")
-    problems = task.problems(data / f"{path.stem}.jsonl")
-    job = SamplingJob(policy, task, problems, samples, task.sampling, seed)
-    rows = job.sample(problems, LocalSampler(), load_policy(policy), microbatch_tokens=16384)
-    write_trajectories(path, rows, job.metadata)
+def critiques(setting: Setting, rng: Generator) -> Examples:
+    """Endless verifier prompts with imperfect critiques.
+
+    The solutions are imperfect, too: correct and incorrect ones in turn.
+    """
+    errors = setting["errors"]
+    flawless: Setting = dict.fromkeys(errors, 0) | {"carry": {}}
+    wanted = True
+    for problem in problems_of(setting, "base", rng):
+        prompt = problem["prompt"]
+        correct = demonstration(setting, flawless, prompt, rng)
+        for _ in range(100):
+            solution = demonstration(setting, errors, prompt, rng).removesuffix(END)
+            if (Arithmetic().grade(solution, problem["gold"]).reward > 0) == wanted:
+                yield f"{prompt}{solution}>", critique(correct, solution, wanted, rng) + END
+                wanted = not wanted
+                break
+
+
+def critique(correct: str, solution: str, is_correct: bool, rng: Generator) -> str:
+    """An imperfect critique of a solution, by comparison with a correct one."""
+
+    def judge(is_right: bool) -> str:
+        return str(int(is_right ^ (rng.random() < WRONG)))
+
+    expected = correct.split(";")
+    steps = ""
+    for number, step in enumerate(solution.split(";")[:-1][:9]):
+        steps += judge(step in expected[number : number + 1])
+    verdict = f"#{judge(is_correct)}"
+    if rng.random() < DIRECT:
+        return verdict
+    if rng.random() < MISSING:
+        return steps
+    return steps + verdict
 
 
 def main() -> None:
     torch.set_num_threads(1)  # fast enough for this size, and the same bits everywhere
-    commands: dict[str, Any] = {"base": make_base, "verifier": make_verifier}
     with command():
-        auto_cli(commands, as_positional=False, parser_class=ArgumentParser)
+        auto_cli([base, verifier], as_positional=False, parser_class=ArgumentParser)
 
 
 if __name__ == "__main__":

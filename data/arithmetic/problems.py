@@ -1,15 +1,16 @@
-"""Draw arithmetic problems, and imperfect demonstrations of how to solve them."""
+"""Draw arithmetic problems, and imperfect demonstrations of how to solve them.
+
+A setting is what setting.yaml and strong/setting.yaml hold; they explain each key.
+"""
 
 import hashlib
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
-import numpy as np
-
-from topr.tasks import Problem
+from numpy.random import Generator
 
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATORS = "++-*"  # drawn uniformly, so that plus is twice as likely
@@ -23,38 +24,17 @@ LETTERS = "abcdefghijklmnop"
 LETTERS_PER_STEP = 5
 SUCCESSORS = 4
 SEPARATORS = ";,."
+END = "<eos>"
+
+Setting = dict[str, Any]
+Errors = dict[str, Any]  # a setting's key `errors`: rates of mistakes in demonstrations
 
 
-@dataclass
-class Errors:
-    """Probabilities of mistakes in demonstrations."""
-
-    direct: float = 0.20  # an answer without steps
-    missing: float = 0.12  # steps without an answer
-    digit: float = 0.06  # per step: a wrong digit in the result
-    skip: float = 0.06  # per step: the operand is left out
-    loop: float = 0.06  # per step: it is repeated until the length limit
-    # per step, by operator and operand: the carry into the tens, or the borrow, is forgotten
-    carry: dict[str, dict[int, float]] = field(default_factory=dict)
-
-
-@dataclass
-class Setting:
-    """Which problems are drawn, and how they are demonstrated."""
-
-    operations: tuple[int, int] = (2, 4)  # fewest and most of a problem
-    weights: list[float] | None = None  # of each number of operations; equal by default
-    max_new_tokens: int = 40
-    filler: bool = False  # random wording around the steps, without bearing on the answer
-    errors: Errors = field(default_factory=Errors)
-
-
-def draw(setting: Setting, rng: np.random.Generator) -> Problem:
-    """A random problem."""
-    fewest, most = setting.operations
+def draw(setting: Setting, rng: Generator) -> dict[str, str]:
+    """A random problem, a row of a problem file."""
     value = int(rng.choice(OPERANDS))
     prompt = str(value)
-    for _ in range(rng.choice(range(fewest, most + 1), p=setting.weights)):
+    for _ in range(rng.choice(setting["operations"], p=setting["weights"])):
         steps = []
         for symbol, operand in product(OPERATORS, OPERANDS):
             result = APPLY[symbol](value, operand)
@@ -62,81 +42,72 @@ def draw(setting: Setting, rng: np.random.Generator) -> Problem:
                 steps.append((f"{symbol}{operand}", result))
         text, value = steps[rng.integers(len(steps))]
         prompt += text
-    return Problem(prompt + ">", prompt + ">", str(value))
+    prompt += ">"
+    return {"id": prompt, "prompt": prompt, "gold": str(value)}
 
 
 def split_of(prompt: str) -> str:
     """The split of a problem, by a hash of its text: 5% val, 5% test, 10% train, 80% base."""
-    number = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
+    number = int(hashlib.sha256(prompt.encode()).hexdigest()[:8], 16)
     return SPLITS.get(number % 20, "base")
 
 
-def problems_of(setting: Setting, split: str, rng: np.random.Generator) -> Iterator[Problem]:
+def problems_of(setting: Setting, split: str, rng: Generator) -> Iterator[dict[str, str]]:
     """Endless problems of a split."""
     while True:
         problem = draw(setting, rng)
-        if split_of(problem.prompt) == split:
+        if split_of(problem["prompt"]) == split:
             yield problem
 
 
-def demonstration(
-    setting: Setting, errors: Errors, prompt: str, rng: np.random.Generator
-) -> tuple[str, bool]:
-    """An imperfect solution, and whether it ends; an endless one is cut at the length limit."""
-    first, *rest = re.findall(r"[0-9]+|[-+*]", prompt)
-    value = int(first)
+def demonstration(setting: Setting, errors: Errors, prompt: str, rng: Generator) -> str:
+    """An imperfect solution with the end token; an endless one is cut at the length limit."""
+    value = int(prompt[0])
     solution = ""
-    direct = rng.random() < errors.direct
-    missing = rng.random() < errors.missing
-    for symbol, digit in zip(rest[::2], rest[1::2], strict=True):
-        operand = int(digit)
+    direct = rng.random() < errors["direct"]
+    missing = rng.random() < errors["missing"]
+    for symbol, operand in re.findall("([-+*])([1-9])", prompt):
         event = 1.0 if direct else rng.random()  # below 1 it decides between skip, digit and loop
-        if event < errors.skip:
+        if event < errors["skip"]:
             continue
-        if event < errors.skip + errors.digit:
-            result = wrong_digit(APPLY[symbol](value, operand), rng)
+        if event < errors["skip"] + errors["digit"]:
+            result = wrong_digit(APPLY[symbol](value, int(operand)), rng)
         else:
-            result = apply(errors.carry, value, symbol, operand, rng)
+            result = apply(errors["carry"], value, symbol, int(operand), rng)
         step = f"{value}{symbol}{operand}={result}"
-        step = wrap(step, rng) if setting.filler else f"{step};"
-        if 1 - errors.loop <= event < 1.0:
-            endless = solution + step * setting.max_new_tokens
-            return endless[: setting.max_new_tokens], False
+        step = wrap(step, rng) if setting["filler"] else f"{step};"
+        if 1 - errors["loop"] <= event < 1.0:
+            limit = setting["max_new_tokens"]
+            return (solution + step * limit)[:limit]
         solution += step
         value = result
     if direct:
-        return f"#{value}", True
-    if missing:
-        return solution, True
-    return f"{solution}#{value}", True
+        solution = ""
+    if direct or not missing:
+        solution += f"#{value}"
+    return solution + END
 
 
-def apply(
-    rates: dict[str, dict[int, float]],
-    value: int,
-    symbol: str,
-    operand: int,
-    rng: np.random.Generator,
-) -> int:
+def apply(carry: Errors, value: int, symbol: str, operand: int, rng: Generator) -> int:
     """The result of a step; from a value of 10 on, what is carried may be forgotten."""
     result = APPLY[symbol](value, operand)
-    carry = APPLY[symbol](value % 10, operand) // 10
-    rate = rates.get(symbol, {}).get(operand)
-    if rate and carry and value >= 10 and rng.random() < rate:
-        return result - 10 * carry
+    carried = APPLY[symbol](value % 10, operand) // 10
+    rate = carry.get(f"{symbol}{operand}")
+    if rate and carried and value >= 10 and rng.random() < rate:
+        return result - 10 * carried
     return result
 
 
-def wrong_digit(value: int, rng: np.random.Generator) -> int:
+def wrong_digit(value: int, rng: Generator) -> int:
     """The value with another digit in one place."""
-    digits = str(abs(value))
-    at = rng.integers(len(digits))
-    other = (int(digits[at]) + rng.integers(1, 10)) % 10
-    changed = int(f"{digits[:at]}{other}{digits[at + 1 :]}")
-    return changed if value >= 0 else -changed
+    text = str(value)
+    first = text.startswith("-")
+    at = first + rng.integers(len(text) - first)
+    other = (int(text[at]) + rng.integers(1, 10)) % 10
+    return int(f"{text[:at]}{other}{text[at + 1 :]}")
 
 
-def wrap(step: str, rng: np.random.Generator) -> str:
+def wrap(step: str, rng: Generator) -> str:
     """The step between random letters and a random separator."""
     words = ""
     letter = 0

@@ -1,22 +1,20 @@
 """Run this project's commands, each in a process of its own, and keep what they write."""
 
-import hashlib
 import multiprocessing
 import os
 import runpy
 import shlex
-import shutil
 import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from topr.distributed import die_with_parent
-from topr.io import InputError
+from topr.identity import content_hash, data_hash
+from topr.io import InputError, atomic
 
 ROOT = Path(__file__).parents[2]
 # what decides an output beside the arguments of its command; not .pyc
@@ -31,8 +29,8 @@ FORKS.set_forkserver_preload(["__main__", "train", "evaluate", "data.arithmetic.
 class Commands:
     """Runs commands, and keeps their outputs in the folder `cache`.
 
-    Each folder in it holds the output of one command. Its name is a hash of what decides the
-    output: the arguments, and the content of code, configs and shipped data.
+    Each folder in it is of one command: `output`, and what it printed. Its name is a hash of what
+    decides the output: the arguments, and the content of code, configs and shipped data.
     """
 
     def __init__(self, cache: Path):
@@ -51,29 +49,25 @@ class Commands:
         Raises an InputError if the command fails. A training that diverges does not: its folder
         lacks the policy.
         """
-        decides = repr((self.inputs, name, more, values))
-        key = hashlib.sha256(decides.encode()).hexdigest()[:16]
-        folder = self.cache / key
-        partial = folder.with_suffix(".partial")
-        words = [word.format(**values, out=partial) for word in TEMPLATES[name].split()]
+        key = content_hash(self.inputs, name, more, values)
+        folder = self.cache / key / "output"
         with self.locks[key]:  # another thread may be running the same command
             if not folder.exists():
-                start(partial, [*words, *more])
-                partial.rename(folder)
+                with atomic(folder) as partial:
+                    partial.mkdir()
+                    words = [word.format(**values, out=partial) for word in TEMPLATES[name].split()]
+                    start(folder.with_suffix(".txt"), [*words, *more])
         return folder
 
 
-def start(folder: Path, words: list[str]) -> None:
-    """Run a command that writes to a folder in a new process."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
-    folder.mkdir(parents=True)
-    output = folder / "output.txt"
+def start(output: Path, words: list[str]) -> None:
+    """Run a command in a new process; what it prints goes to the file `output`."""
     output.write_text(f"python -m {shlex.join(words)}\n")
     process = FORKS.Process(target=perform, args=(words, output))
     process.start()
     process.join()
     if process.exitcode and "is NaN or infinite" not in output.read_text():
-        raise InputError(f"{shlex.join(words[:3])} … failed; see {output}")
+        raise InputError(f"{shlex.join(words[:3])} … failed ({process.exitcode}); see {output}")
 
 
 def perform(words: list[str], output: Path) -> None:
@@ -84,15 +78,14 @@ def perform(words: list[str], output: Path) -> None:
     os.dup2(file, 2)
     os.chdir(ROOT)
     sys.argv = words
-    with TemporaryDirectory() as scratch:
-        os.environ["HF_DATASETS_CACHE"] = scratch
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    # known by content, and so shared by the commands
+    os.environ["HF_DATASETS_CACHE"] = str(output.parents[1] / "datasets")
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def inputs_hash(root: Path) -> str:
     """Hash of the files that decide outputs."""
-    digest = hashlib.sha256()
+    files: list[str] = []
     for pattern in INPUTS:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+        files += map(str, sorted(root.glob(pattern)))
+    return data_hash(files)

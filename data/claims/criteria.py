@@ -13,8 +13,6 @@ import yaml
 from jinja2 import StrictUndefined, Template
 from scipy import stats
 
-ANSWERS = ["no", "undecided", "yes"]
-
 
 def load_claim(number: int, setting: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
@@ -50,26 +48,24 @@ def summarise(results: pd.DataFrame, rows: list[str], metrics: list[str]) -> dic
     return table
 
 
-def check(parts: dict[str, list[dict[str, Any]]], results: pd.DataFrame) -> dict[str, str]:
+def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict[str, str]:
     """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
     for text, conditions in parts.items():
         answers = [holds(condition, results) for condition in conditions]
-        found[text] = min(answers, key=ANSWERS.index)
+        found[text] = min(answers)  # the alphabet has no, undecided and yes in this order
     return found
 
 
-def holds(condition: dict[str, Any], results: pd.DataFrame) -> str:
-    """Whether an interval lies on the right side of a bound."""
+def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
+    """Whether an interval lies above 0."""
     values = evaluated(results, condition["row"])
     metric = condition["metric"]
     values = values[metric] if metric in values else values.eval(metric)
     low, high = over_seeds(values)["interval"]
-    right_side = "above" in condition
-    bound = condition["above" if right_side else "below"]
-    if low <= bound <= high:
+    if low <= 0 <= high:
         return "undecided"
-    return "yes" if (low > bound) == right_side else "no"
+    return "yes" if low > 0 else "no"
 
 
 def verdict(parts: dict[str, str]) -> str:
@@ -79,4 +75,4 @@ def verdict(parts: dict[str, str]) -> str:
         return "not a claim"
     if "no" in answers:
         return "in part" if "yes" in answers else "no"
-    return "undecided" if "undecided" in answers else "yes"
+    return min(answers)

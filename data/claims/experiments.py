@@ -9,7 +9,6 @@ import pandas as pd
 
 from data.claims.commands import ROOT, Commands
 from topr.evaluation import per_problem, read_parts
-from topr.io import write_text
 
 # of a policy that does not exist, because training diverged
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
@@ -37,10 +36,11 @@ class Experiment:
 
     def __post_init__(self):
         self.folder = ROOT / "data/arithmetic"
-        if self.setting["base"] is not None:
-            self.folder = self.run("base", *self.setting["base"])
+        if self.setting["base"]:
+            self.folder = self.run("base", setting=self.setting["base"])
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
+        self.trajectories = self.sample(self.base, "train", self.setting["trajectories"])
 
     def run(self, name: str, *more: str, **values: Any) -> Path:
         """The folder with the output of a command, by default with the setting's config."""
@@ -59,13 +59,13 @@ class Experiment:
             curation: arguments of curate, which selects the data
             points: validations of an epoch, beside one before and one after training
         """
-        data = self.curate(self.folder / "train.parquet", *curation.split())
+        data = self.curate(self.trajectories, *curation.split())
         more = arguments.split()
         validates = points and self.split == "test"
         if validates:
             more.append(f"--data.val={self.folder}/val.jsonl")
             more.append(f"--trainer.val_check_interval={1 / points}")
-        run = self.run("fit", *more, policy=self.base, data=data, rate=rate) / "fit/version_0"
+        run = self.fit(*more, data=data, rate=rate)
         metrics = pd.read_csv(run / "metrics.csv")
         end = self.measure(run / "policy", self.split, self.samples)
         rows = {"before training": self.start.mean(), label: end.mean()}
@@ -87,19 +87,15 @@ class Experiment:
 
         Of a pool of responses to each problem it keeps 8. A row for every policy.
         """
-        count = self.setting["prompts"]
-        lines = (self.folder / "train.jsonl").read_text().splitlines(keepends=True)
-        problems = self.commands.cache / f"{self.folder.name}-{count}.jsonl"
-        with self.commands.locks[problems.name]:
-            write_text(problems, "".join(lines[:count]))
+        limit = f"--trainer.limit_predict_batches={self.setting['prompt_batches']}"
         policy = self.base
         rows = {"before training": self.start.mean()}
         for i in range(4 if self.split == "test" else 2):
             positives = 0.0  # share of the data
             if policy.exists():
-                pooled = self.run("sample", policy=policy, problems=problems, samples=pool)
-                data = self.curate(pooled / "part-*.parquet", way, "--budget=8", f"--iteration={i}")
-                run = self.run("fit", policy=policy, data=data, rate=rate) / "fit/version_0"
+                pooled = self.sample(policy, "train", pool, limit)
+                data = self.curate(pooled, way, "--budget=8", f"--iteration={i}")
+                run = self.fit(policy=policy, data=data, rate=rate)
                 policy = run / "policy"
                 positives = pd.read_csv(run / "metrics.csv")["train/positive_share"].mean()
             values = self.measure(policy, self.split, self.samples).mean()
@@ -107,18 +103,17 @@ class Experiment:
             rows[label] = rows[f"{label} at iteration {i + 1}"] = values
         return rows
 
-    def verify(self, label: str, rate: float) -> Rows:
+    def verify(self, label: str, rate: float, **_: Any) -> Rows:
         """Make a verifier of the base policy in supervised updates, and train it.
 
         It trains on two of its own critiques of each trajectory. Before and after it judges 8
         solutions of each test problem, 4 times each.
         """
         steps = self.setting["verifier_steps"]
-        verifier = self.run("verifier", data=self.folder, steps=steps) / "base"
+        verifier = self.run("verifier", policy=self.base, steps=steps) / "base"
         given = {"config": "configs/arithmetic_verifier.yaml", "policy": verifier}
-        solutions = self.folder / "train.parquet"
-        critiques = self.run("sample", problems=solutions, samples=2, **given) / "part-*.parquet"
-        trained = self.run("fit", data=critiques, rate=rate, **given) / "fit/version_0/policy"
+        critiques = self.run("sample", problems=self.trajectories, samples=2, **given)
+        trained = self.fit(data=critiques / "part-*.parquet", rate=rate, **given) / "policy"
         return self.judge("before", verifier) | self.judge("after", trained)
 
     def judge(self, label: str, verifier: Path) -> Rows:
@@ -136,17 +131,25 @@ class Experiment:
         votes = pd.DataFrame(results["arithmetic"]).loc["mean"].filter(regex="maj|weighted")
         return {label: pd.concat([scores, votes])}
 
+    def sample(self, policy: Path, split: str, samples: int, *more: str) -> Path:
+        """Files with a policy's responses to each problem of a split."""
+        problems = self.folder / f"{split}.jsonl"
+        given = {"policy": policy, "problems": problems, "samples": samples}
+        return self.run("sample", *more, **given) / "part-*.parquet"
+
     def curate(self, files: Path, way: str, *more: str) -> Path:
         """A file with a selection of trajectories."""
         return self.run("curate", *more, files=files, way=way) / "train.parquet"
+
+    def fit(self, *more: str, **values: Any) -> Path:
+        """The folder of a run, by default of the base policy. Without a policy it diverged."""
+        return self.run("fit", *more, **{"policy": self.base} | values) / "fit/version_0"
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
         """pass@1, maj@samples (as `maj`), invalid and more of each problem."""
         if not policy.exists():
             return self.measure(self.base, split, samples).assign(**DIVERGED)
-        problems = self.folder / f"{split}.jsonl"
-        folder = self.run("sample", policy=policy, problems=problems, samples=samples)
-        values = pd.DataFrame(per_problem(read_parts(folder)))
+        values = per_problem(read_parts(self.sample(policy, split, samples).parent))
         return values.assign(maj=values[f"maj@{samples}"])
 
 

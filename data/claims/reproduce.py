@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pandas as pd
 import yaml
+from jinja2 import Template
 from jsonargparse.typing import PositiveInt, restricted_number_type
 from matplotlib.figure import Figure
 
@@ -30,8 +31,7 @@ Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no in
 def reproduce(
     claims: str = "",
     seeds: Seeds | None = None,
-    regime: Literal["standard", "strong"] = "standard",
-    quick: bool = False,
+    regime: Literal["standard", "strong", "quick"] = "standard",
     out: Path = Path("runs/claims"),
     workers: PositiveInt = os.cpu_count() or 1,
 ) -> None:
@@ -41,39 +41,37 @@ def reproduce(
         claims: numbers with commas; 1 to 8 are the paper's, 9 compares all losses (default: the
             paper's that the regime shows)
         seeds: number of seeds, each with its own base policy and data (default: 5, or 2 if quick)
-        regime: the embedded setting; strong has a strong base policy of high entropy, and SGD
-        quick: takes minutes, with the shipped base policy, two rates and few samples; no evidence
+        regime: the embedded setting; strong has a strong base policy of high entropy, and SGD;
+            quick is no evidence
         out: folder; the report is in a folder under it
         workers: number of processes
     """
-    if quick and regime != "standard":
-        raise InputError(f"--quick needs --regime standard: {regime} ships no trajectories")
-    name = "quick" if quick else regime
-    setting = SETTINGS["standard"] | SETTINGS[name]
-    known = [*map(str, setting["claims"]), "9"]
-    numbers = claims.split(",") if claims else known[:-1]
+    setting = SETTINGS["standard"] | SETTINGS[regime]
+    known = setting["claims"].split(",") + ["9"]
+    numbers = (claims or setting["claims"]).split(",")
     for text in numbers:
         if text not in known:
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
     check_folder("--out", out)
     lock(out / "cache")
-    last_seed = seeds or (2 if quick else 5)
-    study = Study(Commands(out / "cache"), workers, setting, list(range(1, last_seed + 1)))
+    all_seeds = list(range(1, 1 + (seeds or setting["seeds"])))
+    study = Study(Commands(out / "cache"), workers, setting, all_seeds)
+    commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
+    command_line = f"python {shlex.join(sys.argv)}"
     report: dict[str, Any] = {
-        "command": f"python {shlex.join(sys.argv)}",
-        "hardware": platform.processor() or platform.machine(),
-        "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty"),
+        "made": f"`{command_line}`, commit {commit}, {platform.machine()}",
         "setting": setting,
         "claims": [],
     }
-    for number in sorted(map(int, set(numbers))):
-        claim, drawn = measure(study, number)
+    for number in numbers:
+        claim, drawn = measure(study, int(number))
         report["claims"].append(claim)
-        write_text(out / name / "claims.md", markdown(report))
-        write_text(out / name / "claims.json", json.dumps(report, indent=1) + "\n")
-        draw(out / name / f"claim_{number}.png", drawn)
+        template = Template(Path(__file__).with_name("claims.md.jinja").read_text())
+        write_text(out / regime / "claims.md", template.render(report, table=table))
+        write_text(out / regime / "claims.json", json.dumps(report, indent=1) + "\n")
+        draw(out / regime / f"claim_{number}.png", drawn)
         print(f"{number}. {claim['statement']}: {claim['holds']}", flush=True)
-    print(f"wrote claims.json, claims.md and figures under {out / name}")
+    print(f"wrote claims.json, claims.md and figures under {out / regime}")
 
 
 def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -86,67 +84,48 @@ def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
     samples = min(study.setting["samples"], claim["samples"])
     results = study.run(claim["experiment"], runs, study.seeds, "test", samples)
     add_peaks(results, runs)
-    rows = claim["rows"] or ["before training", *runs]
     parts = check(claim["parts"], results)
+    metrics = claim["metrics"]
     report = {
         "claim": number,
         "statement": claim["statement"],
         "paper": claim["paper"],
         "seeds": study.seeds,
         "holds": verdict(parts),
-        "measured": summarise(results, rows, claim["metrics"]),
-        "differences": summarise(results, claim["differences"], claim["metrics"]),
+        "measured": summarise(results, claim["rows"] or ["before training", *runs], metrics),
+        "differences": summarise(results, claim["differences"], metrics),
         "parts": parts,
         "tuning": tuning,
         "rates": rates,
     }
-    drawn = results.filter(regex=claim["drawn"]) if claim["drawn"] else results[rows]
-    return report, drawn.loc[pd.IndexSlice[:, claim["metrics"]], :].dropna(how="all")
+    drawn = results.filter(regex=claim["drawn"]).unstack("metric").swaplevel(axis=1)
+    return report, drawn[metrics].dropna(axis=1, how="all")  # validations have no maj
 
 
-def draw(path: Path, results: pd.DataFrame) -> None:
-    """A panel for each metric. Rows such as `TOPR at rate 0.1` become a curve over the rate."""
-    metrics = results.index.unique("metric")
-    figure = Figure(figsize=(4 * len(metrics), 5), layout="constrained")
-    for panel, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
-        values = 100 * results.xs(metric, level="metric").dropna(axis=1)
-        values.columns = values.columns.str.rpartition(" at ").droplevel(1)
-        means = values.mean().unstack(0, sort=False)
-        errors = half_width(values).unstack(0, sort=False)
-        curves = len(means.columns) > 1
-        line = {"marker": "o", "linestyle": "-" if curves else "none", "capsize": 3}
-        means.plot(ax=panel, yerr=errors, xticks=range(len(means)), rot=90, legend=curves, **line)
-        panel.set(title=metric, ylabel="per cent, 95% interval")
+def draw(path: Path, values: pd.DataFrame) -> None:
+    """A panel for each metric."""
+    means = 100 * values.mean().unstack(0, sort=False)
+    errors = 100 * half_width(values).unstack(0, sort=False)
+    size = 4 * len(means.columns), 5
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(means.columns))
+    ticks = range(len(means))
+    means.plot(ax=panels, subplots=True, yerr=errors, fmt="o", capsize=3, xticks=ticks, rot=90)
+    panels[0].set_ylabel("per cent, 95% interval")
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report for reading: verdicts, then the tables of each claim."""
-    lines = [
-        "# The paper's claims on the embedded task\n",
-        "`{command}`, commit {commit}, {hardware}.\n".format(**report),
-        "Per cent; 95% t-intervals over seeds in brackets, differences paired by seed.",
-        "A part of a claim is undecided where its interval contains the bound.\n",
-        "| claim | paper | holds here |\n|---|---|---|",
-    ]
-    for claim in report["claims"]:
-        lines.append("| {claim}. {statement} | {paper} | **{holds}** |".format(**claim))
-    for claim in report["claims"]:
-        lines.append("\n## {claim}. {statement}\n\n![](claim_{claim}.png)\n".format(**claim))
-        for part, answer in claim["parts"].items():
-            lines.append(f"- {part}: {answer}")
-        lines.append("\nMeasured:\n\n" + table(claim["measured"]))
-        lines.append("Differences:\n\n" + table(claim["differences"]))
-        lines.append(f"Learning rates, chosen on other seeds from {report['setting']['rates']}:\n")
-        lines += [f"- {label}: {rate:g}" for label, rate in claim["rates"].items()]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_function_arguments(reproduce, as_group=False, skip={"quick"})
-    parser.add_argument("--quick", action="store_true", help="minutes, no evidence")
+    parser.add_function_arguments(reproduce, as_group=False)
+    quick = {
+        "dest": "regime",
+        "const": "quick",
+        "default": "standard",
+        "help": "minutes, no evidence",
+    }
+    parser.add_argument("--quick", action="store_const", **quick)
     with command():
         reproduce(**vars(parser.parse_args()))
 

@@ -49,14 +49,17 @@ class Study:
 
     def tune(self, runs: Runs, experiment: str) -> dict[str, Gains]:
         """What pass@1 on validation gains at each rate, for the runs without a rate."""
-        gains: dict[str, Gains] = {label: {} for label in runs if "rate" not in runs[label]}
-        cells = list(product(gains, self.setting["rates"]))
-        rated = {f"{label} {rate}": runs[label] | {"rate": rate} for label, rate in cells}
-        seeds = [FIRST_TUNING_SEED + i for i in range(self.setting["tuning_seeds"])]
-        results = self.run(experiment, rated, seeds, "val", 4).xs("pass@1", level="metric")
-        for label, rate in cells:
-            gained = results[f"{label} {rate}"] - results["before training"]
-            gains[label][rate] = gained.round(5).tolist()
+        tuned = [label for label in runs if "rate" not in runs[label]]
+        rates = self.setting["rates"]
+        rated = {}
+        for label, rate in product(tuned, rates):
+            rated[f"{label} {rate}"] = runs[label] | {"rate": rate}
+        seeds = list(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.setting["tuning_seeds"]))
+        ends = self.run(experiment, rated, seeds, "val", 4).xs("pass@1", level="metric")
+        gained = ends.sub(ends["before training"], axis="index").round(5)
+        gains: dict[str, Gains] = {}
+        for label in tuned:
+            gains[label] = {rate: gained[f"{label} {rate}"].tolist() for rate in rates}
         return gains
 
 

@@ -1,7 +1,7 @@
 """Left-to-right arithmetic, which a policy learns on a laptop in a minute.
 
 Prompt `9+3*2-4>`, correct response `9+3=12;12*2=24;24-4=20;#20` and the end token.
-`data/arithmetic/make.py` makes problems, a base policy and trajectories.
+`data/arithmetic/make.py` makes problems and a base policy.
 """
 
 import re
