@@ -190,7 +190,7 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
     assert "left out as too long: 1" in out
-    arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
+    arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch_tokens=4"]
     rejected(run, "no row fits into 4 tokens", "import", *arguments, main=main)
 
 

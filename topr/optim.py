@@ -29,7 +29,7 @@ class Adafactor(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter with a gradient."""
         with torch.enable_grad():
-            loss = closure() if closure is not None else None
+            loss = closure() if closure else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -45,7 +45,7 @@ def scaled(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
     weight = state["step"].item() ** -0.8  # of the newest gradient; 1 at the first step
 
     def average(name: str, value: Tensor) -> Tensor:
-        state[name] = state.get(name, 0.0) * (1 - weight) + value * weight
+        state[name] = state.get(name, value).lerp(value, weight)
         return state[name]
 
     squared = gradient.square() + 1e-30

@@ -30,15 +30,13 @@ def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]
     if not rows:
         raise InputError(f"{source} holds no row")
     for number, row in enumerate(rows, start=1):
-        where = f"{source}, row {number}"
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: expected a JSON object, found {row!r:.40}")
         for key, types in (required | optional).items():
             value = row.get(key)
             absent = value is None and key in optional
             if not absent and type(value) not in types:  # isinstance takes a boolean for an int
-                names = " or ".join(accepted.__name__ for accepted in types)
-                raise InputError(f"{where}: key {key!r} holds {value!r:.40}, expected {names}")
+                expected = " or ".join(accepted.__name__ for accepted in types)
+                found = f"key {key!r} holds {value!r:.40}"
+                raise InputError(f"{source}, row {number}: {found}, expected {expected}")
     return rows
 
 
@@ -55,4 +53,4 @@ def _read(source: str) -> list[Row]:
     with pa.input_stream(source) as stream:  # decompresses by the file's name
         text = stream.read().decode("utf-8-sig")
     lines = text.split("\n")  # not splitlines: a string may hold U+2028
-    return [json.loads(line) for line in lines if line.strip()]
+    return [{**json.loads(line)} for line in lines if line.strip()]  # an error if no object
