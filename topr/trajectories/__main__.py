@@ -12,11 +12,9 @@ from topr.trajectories.curate import Way, common_metadata, curate
 from topr.trajectories.file import expand_globs, read_table
 from topr.trajectories.importing import import_files
 
-SHOWN = 2  # trajectories that `inspect` prints
-
 
 def inspect(files: list[str]) -> None:
-    """Print what files have in common, statistics of their trajectories, and the first ones.
+    """Print what files have in common, statistics of their trajectories, and the first two.
 
     Args:
         files: trajectory files, read as one set
@@ -30,7 +28,7 @@ def inspect(files: list[str]) -> None:
     rows["log_mu"] = rows.pop("ref_logprobs").map(np.sum)
     figures = rows.describe(include="all").T
     print(figures.to_string(float_format="{:,.4g}".format, na_rep=""))
-    for row in table.slice(0, SHOWN).to_pylist():
+    for row in table.slice(0, 2).to_pylist():
         print(f"\n--- reward {row['reward']}, answer {row['answer']}, gold {row['gold']}")
         print(f"[prompt]\n{printable(row['prompt'], 1000)}")
         print(f"[response]\n{printable(row['response'], 1000)}")

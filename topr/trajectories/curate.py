@@ -91,8 +91,6 @@ def common_metadata(files: list[str]) -> dict[str, Any]:
     metadata = agreed([read_metadata(file) for file in files])
     if "tokenizer" not in metadata:
         raise InputError("the files have different tokenizers; take them one by one")
-    if "precision" not in metadata:  # without it the policy would promise an exact log mu
-        metadata["policy"] = None
     return metadata
 
 

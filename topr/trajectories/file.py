@@ -71,9 +71,7 @@ def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> 
     about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
     described = table.replace_schema_metadata({"topr": about})
     with atomic(path) as temporary:
-        pq.write_table(
-            described, temporary, row_group_size=4096, compression="zstd", write_page_checksum=True
-        )
+        pq.write_table(described, temporary, compression="zstd", write_page_checksum=True)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
@@ -120,6 +118,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
     marked = pc.list_value_length(table["sampled"]).to_numpy()
     conversation = marked >= 0  # NaN if all tokens were sampled
+    uneven = (response != scored) | conversation & (response != marked)
     unsampled = ~_outside(table["sampled"], 0, 0)
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
@@ -128,8 +127,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
-        "response_ids and ref_logprobs differ in length": response != scored,
-        "response_ids and sampled differ in length": conversation & (response != marked),
+        "response_ids, ref_logprobs and sampled differ in length": uneven,
         "no token is marked as sampled; drop the row": conversation & unsampled,
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
         f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
@@ -147,11 +145,11 @@ def _outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
 
 
 def expand_globs(entries: list[str]) -> list[str]:
-    """The files that globs match, each once; other entries as they are."""
+    """The files that globs match; other entries as they are."""
     files: list[str] = []
     for entry in entries:
         files += sorted(glob.glob(entry)) or [entry]
-    return list(dict.fromkeys(files))
+    return files
 
 
 def resolve_files(entries: str | list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from jsonargparse.typing import PositiveInt
 
 from topr.io import InputError, first_line
 from topr.trajectories.file import Trajectory, write_trajectories
-from topr.trajectories.rows import Row, Types, load_rows
+from topr.trajectories.rows import Row, load_rows
 
 if TYPE_CHECKING:
     from topr.policy import Policy
@@ -23,7 +23,6 @@ NAMES = {  # what other formats call the keys of the plain one
     "score": "reward",
     "gts": "gold",
 }
-OPTIONAL: Types = {"finished": (bool,)}
 
 
 def import_files(
@@ -59,7 +58,7 @@ def import_files(
     limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
     trajectories: list[Trajectory] = []
     for file in files:
-        for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
+        for number, row in enumerate(load_rows(file, {}), start=1):
             try:
                 trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
             except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
@@ -117,10 +116,13 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
         if finished and not policy.end_tokens & set(response_ids[-1:]):
             response_ids.append(policy.tokenizer.eos_token_id)
     else:
-        response, response_ids, sampled = tokenise_turns(prompt, response, finished, policy)
+        ids, marks = tokenise_conversation([*prompt, *response], finished, policy)
+        response_ids = ids[len(prompt_ids) :]
+        sampled = marks[len(prompt_ids) :]
+        response = policy.tokenizer.decode(response_ids)
     if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
-    prompt_id = str(row.get("prompt_id", content_hash(text)))
+    prompt_id = content_hash(text)
     return Trajectory(
         prompt_id=prompt_id,
         group=prompt_id,
@@ -149,28 +151,31 @@ def split(prompt: Any, response: str | Messages) -> tuple[Any, str | Messages]:
     return prompt, response[start:]
 
 
-def tokenise_turns(
-    prompt: Messages, turns: Messages, finished: bool, policy: "Policy"
-) -> tuple[str, list[int], list[bool]]:
-    """Text and ids of a conversation after its prompt, and which ids the policy sampled.
+def tokenise_conversation(
+    messages: Messages, finished: bool, policy: "Policy"
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation up to its last answer, and which of them the policy sampled.
 
-    These are the assistant messages, each with its end token. The last one ends the response.
+    These are the assistant messages, each with its end token.
     """
     from topr.policy import encode, encode_prompt, render_prompt
 
-    text = render_prompt([*prompt, *turns], policy.tokenizer, answered=True)
-    ids = np.array(encode(text, policy.tokenizer, special=False))
+    text = render_prompt(messages, policy.tokenizer, answered=True)
+    ids = encode(text, policy.tokenizer, special=False)
     ends = np.flatnonzero(np.isin(ids, list(policy.end_tokens)))
-    sampled = np.zeros(len(ids), dtype=bool)
-    for place, message in enumerate(turns):
+    sampled = [False] * len(ids)
+    for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            _, context = encode_prompt([*prompt, *turns[:place]], policy.tokenizer)
-            later_ends = ends[ends >= len(context)]
-            if ids[: len(context)].tolist() != context or len(later_ends) == 0:
+            _, context = encode_prompt(messages[:place], policy.tokenizer)
+            answered = render_prompt(messages[: place + 1], policy.tokenizer, answered=True)
+            start = len(context)
+            later_ends = ends[ends >= start]
+            kept = ids[:start] == context and text.startswith(answered)
+            if not kept or len(later_ends) == 0:
                 problem = "the chat template changes earlier turns, or writes no end token"
                 raise InputError(f"{problem}; give each answer a row with prompt and response")
             end = later_ends[0] + 1
-            sampled[len(context) : end] = True
-    start_text, start = encode_prompt(prompt, policy.tokenizer)
-    response = slice(len(start), end if finished else end - 1)  # the template adds an end token
-    return text.removeprefix(start_text), ids[response].tolist(), sampled[response].tolist()
+            sampled[start:end] = [True] * (end - start)
+    if not finished:
+        end -= 1  # the template has added an end token
+    return ids[:end], sampled[:end]

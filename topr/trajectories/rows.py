@@ -14,13 +14,12 @@ Types = dict[str, tuple[type, ...]]  # the accepted types of each key
 EXPECTED = "JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
 
 
-def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]:
+def load_rows(source: str | Path, types: Types) -> list[Row]:
     """Rows of a file or a hub data set, with checked types.
 
     Args:
         source: JSON lines (also .gz and .zst), Parquet, or `owner/name[/config]:split` on the hub.
-        required: types of the keys that every row must have.
-        optional: types of keys that may be absent or null.
+        types: of keys; those of a key that may be absent or null include `NoneType`.
 
     Raises:
         InputError: if the source cannot be read or is empty, or a key is absent or mistyped.
@@ -30,11 +29,10 @@ def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]
     if not rows:
         raise InputError(f"{source} holds no row")
     for number, row in enumerate(rows, start=1):
-        for key, types in (required | optional).items():
+        for key, accepted in types.items():
             value = row.get(key)
-            absent = value is None and key in optional
-            if not absent and type(value) not in types:  # isinstance takes a boolean for an int
-                expected = " or ".join(accepted.__name__ for accepted in types)
+            if type(value) not in accepted:  # isinstance takes a boolean for an int
+                expected = " or ".join(kind.__name__ for kind in accepted)
                 found = f"key {key!r} holds {value!r:.40}"
                 raise InputError(f"{source}, row {number}: {found}, expected {expected}")
     return rows

@@ -17,22 +17,23 @@ def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tok
         trajectories: they need ids and `sampled` only.
         microbatch_tokens: tokens of a row, which is one forward.
     """
-    prompts = [np.array(trajectory.prompt_ids) for trajectory in trajectories]
-    responses = [np.array(trajectory.response_ids) for trajectory in trajectories]
-    sampled = []
-    for trajectory in trajectories:
-        sampled.append(np.array(trajectory.sampled or [True] * len(trajectory.response_ids)))
-    numbers: dict[bytes, int] = {}
-    prompt_number = [numbers.setdefault(ids.tobytes(), len(numbers)) for ids in prompts]
-    sizes = np.array([prompt_number, list(map(len, prompts)), list(map(len, responses))])
-    for row in partition(sizes, microbatch_tokens, padded=policy.padded):
+    numbers: dict[tuple, int] = {}  # of the prompts
+    sizes = []
+    for t in trajectories:
+        number = numbers.setdefault(tuple(t.prompt_ids), len(numbers))
+        sizes.append([number, len(t.prompt_ids), len(t.response_ids)])
+    for row in partition(np.array(sizes).T, microbatch_tokens, padded=policy.padded):
+        chosen = [trajectories[i] for i in row]
         tokens = pack(
-            [prompts[i] for i in row], [responses[i] for i in row], [sampled[i] for i in row]
+            [np.array(t.prompt_ids) for t in chosen],
+            [np.array(t.response_ids) for t in chosen],
+            [t.sampled and np.array(t.sampled) for t in chosen],
         )
         log_probs_N = policy.log_probs(tokens.to(policy.device))
         # the log-prob of a certain token can round to above 0
         log_probs_N = log_probs_N.clamp(max=0).float().cpu()
-        for i, log_probs_T in zip(row, log_probs_N.split(tokens.lengths), strict=True):
-            ref_logprobs = np.zeros(len(responses[i]), dtype=np.float32)
-            ref_logprobs[sampled[i]] = log_probs_T
-            trajectories[i].ref_logprobs = ref_logprobs.tolist()
+        scores = log_probs_N.split(tokens.lengths)
+        for t, places, log_probs_T in zip(chosen, tokens.predicting, scores, strict=True):
+            ref_logprobs = np.zeros(len(t.response_ids), dtype=np.float32)
+            ref_logprobs[places - len(t.prompt_ids) + 1] = log_probs_T
+            t.ref_logprobs = ref_logprobs.tolist()
