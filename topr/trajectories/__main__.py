@@ -50,22 +50,17 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def check_out(out: str, files: list[str]) -> None:
-    """Raise an InputError if `out` cannot be written, before any work."""
-    if out in files or Path(out).is_dir():
-        raise InputError(f"--out {out} is a folder or one of the inputs; name a new Parquet file")
-    check_folder("--out: the folder", Path(out).parent)
-
-
 def main() -> None:
     with command():
         args = make_parser().parse_args()
-        name = args.subcommand
-        options = args[name].as_dict()
+        options = args[args.subcommand].as_dict()
         options["files"] = expand_globs(options["files"])
-        if "out" in options:
-            check_out(options["out"], options["files"])
-        COMMANDS[name](**options)
+        out = options.get("out")
+        if out is not None:
+            if out in options["files"] or Path(out).is_dir():
+                raise InputError(f"--out {out} is a folder or one of the inputs; name a new file")
+            check_folder("--out: the folder", Path(out).parent)
+        COMMANDS[args.subcommand](**options)
 
 
 if __name__ == "__main__":
