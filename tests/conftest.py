@@ -159,6 +159,15 @@ def make_trajectories(
     return trajectories
 
 
+def score(policy: Policy, prompts: list, responses: list, tokens: int) -> list[list[float]]:
+    """Log mu of responses, in rows of at most so many tokens."""
+    rows = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        rows.append(Trajectory("", "", "", list(prompt), "", list(response), [], 1.0, True))
+    add_log_probs(policy, rows, tokens)
+    return [row.ref_logprobs for row in rows]
+
+
 def write(path: Path, sampler: Path, trajectories: list[Trajectory], **metadata) -> Path:
     """A trajectory file that names the policy `sampler`, unless `metadata` says otherwise."""
     known = {

@@ -236,7 +236,7 @@ def test_a_bad_data_file_ends_training_before_it_starts(run, good, tmp_path):
     column = table.schema.get_field_index("reward")
     wrong = table.set_column(column, table.field(column), pa.array(rewards, pa.float32()))
     pq.write_table(wrong, tmp_path / "bad.parquet")
-    rejected(run, "row 5 (prompt '1')", *fit(policy, f"[{data},bad.parquet]"))
+    rejected(run, "bad.parquet, row 5: ", *fit(policy, f"[{data},bad.parquet]"))
     (tmp_path / "bad.parquet").write_bytes(data.read_bytes()[:-100])
     rejected(run, "bad.parquet", *fit(policy, "bad.parquet"))
     shutil.copy(data, tmp_path / "bad.parquet")

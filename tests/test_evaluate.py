@@ -52,7 +52,7 @@ def command(run, policy, problems):
     def command(out, *more, policies=(policy,)):
         benchmark = f"arithmetic={problems}"
         given = ["--policy", *policies, "--benchmark", benchmark, "--out", out]
-        sizes = ["--samples", 4, "--max-new-tokens", 8]
+        sizes = ["--samples", 4, "--max_new_tokens", 8]
         code, output, error = run(evaluate.main, *given, *sizes, *more)
         assert code == 0, error
         results = json.loads((run.folder / out / "results.json").read_text())
@@ -64,7 +64,7 @@ def command(run, policy, problems):
 
 def test_results_are_those_of_the_responses(command):
     policy = ARITHMETIC / "base"
-    more = ["--k", 2, 4, "--seed", 3, "--max-new-tokens", 40]
+    more = ["--k", 2, 4, "--seed", 3, "--max_new_tokens", 40]
     row, output = command("out", *more, policies=[policy])
     folder = command.folder / "out"
     rows = read_trajectories(folder / "responses.parquet")
@@ -104,7 +104,7 @@ def test_a_killed_evaluation_resumes(command):
 
 def test_a_verifier_weighs_the_votes(command):
     verifier = ARITHMETIC / "verifier" / "base"
-    more = ["--verifier", verifier, "--critiques", 2, "--max-new-tokens", 30, "--seed", 4]
+    more = ["--verifier", verifier, "--critiques", 2, "--max_new_tokens", 30, "--seed", 4]
     row, _ = command("out", *more, policies=[ARITHMETIC / "base"])
     folders = (command.folder / "out" / "responses").iterdir()
     rows, critiques = map(read_parts, sorted(folders, key=lambda path: "verifier" in path.name))
@@ -118,7 +118,7 @@ def test_a_verifier_weighs_the_votes(command):
 def test_the_lenient_score_is_of_the_second_grade(run, policy, problems):
     benchmark = f"test_evaluate.Parity={problems}"
     given = ["--policy", policy, "--benchmark", benchmark, "--samples", 4, "--out", "out"]
-    assert run(evaluate.main, *given, "--max-new-tokens", 4)[0] == 0
+    assert run(evaluate.main, *given, "--max_new_tokens", 4)[0] == 0
     rows = read_trajectories(run.folder / "out" / "responses.parquet")
     expected = np.mean([len(re.split("[123]", row.response)[0]) >= 2 for row in rows])
     results = json.loads((run.folder / "out" / "results.json").read_text())
@@ -142,7 +142,7 @@ def test_greedy_takes_the_likeliest_token_once(command):
         (["--benchmark", "arithmetic=nowhere.jsonl"], "nowhere.jsonl"),
         (["--verifier", "nowhere"], "neither a folder nor a model"),
         (["--k", "5"], "--k 5 exceeds --samples 4"),
-        (["--max-new-tokens", "90"], "exceed the policy's context"),
+        (["--max_new_tokens", "90"], "exceed the policy's context"),
         (["--sample", "4"], "--sample"),
     ],
 )

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_policy, make_tokenizer
+from conftest import make_policy, make_tokenizer, score
 
 from topr.distributed import stop_requested
 from topr.io import InputError
-from topr.policy import Policy, export_policy, load_policy, score
+from topr.policy import Policy, export_policy, load_policy
 from topr.sampling import LocalSampler, Sampling, local
 from topr.sampling.local import Draft, Rows, sample_tokens
 
@@ -162,8 +162,8 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, autocast):
     rows = Watched(policy, [[5, 6], [7], [8, 9, 10, 11, 12]], 20, 7)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         rows.decode()
-        prompts = [np.array(draft.prompt) for draft in rows.all]
-        scored = score(policy, prompts, [np.array(draft.ids) for draft in rows.all], 4096)
+        prompts = [draft.prompt for draft in rows.all]
+        scored = score(policy, prompts, [draft.ids for draft in rows.all], 4096)
     seen = [rows.log_probs[draft] for draft in rows.all]
     error = np.abs(np.concatenate(scored) - np.concatenate(seen))
     if autocast:  # bfloat16 now and then errs by more

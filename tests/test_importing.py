@@ -1,7 +1,6 @@
 """Import of users' files: formats, end tokens, what is left out, what is rejected."""
 
 import json
-import math
 import shutil
 
 import numpy as np
@@ -153,13 +152,12 @@ def test_a_rendered_prompt_gets_no_second_bos(run, chat):
     assert t.prompt_ids == expected_ids(tokenizer, [ASK]) and t.prompt_ids.count(BOS) == 1
 
 
-def test_optional_keys_are_kept(run, tmp_path, policy):
+def test_rows_of_one_prompt_form_a_group(run, tmp_path, policy):
     row = {"prompt": "1+2>", "response": "1+2=3;#3", "reward": 1}
-    more = {"gold": 3, "finished": False, "group": "mine"}
-    (first, second, third), _ = imported(run, policy, [row, row | more, row | {"prompt_id": 7}])
-    assert first.prompt_id == first.group == second.prompt_id
-    assert (second.group, second.finished, second.gold) == ("mine", False, "3")
-    assert (third.prompt_id, third.group, third.gold) == ("7", "7", None)
+    rows = [row, row | {"gold": 3, "finished": False}, row | {"prompt": "2+2>"}]
+    (first, second, third), _ = imported(run, policy, rows)
+    assert first.prompt_id == first.group == second.group != third.group
+    assert (second.finished, second.gold, third.gold) == (False, "3", None)
     assert read_metadata(tmp_path / "a.parquet")["policy"] == policy_hash(str(policy))
 
 
@@ -168,7 +166,7 @@ def test_parquet_and_json_lines_are_the_same(run, tmp_path, chat):
     named = [SYSTEM, ASK | {"name": "ann"}]
     rows = [
         {"prompt": named, "response": [SAY], "reward": 1.0, "gold": "4"},
-        {"prompt": [ASK], "response": [WRONG], "reward": -1.0, "group": "g"},
+        {"prompt": [ASK], "response": [WRONG], "reward": -1.0},
         {"chosen": [ASK, SAY | {"name": "bot"}], "rejected": [ASK, WRONG]},
     ]
     lines, _ = imported(run, chat, rows)
@@ -190,7 +188,7 @@ def test_overlong_trajectories_are_left_out_and_counted(run, policy):
     trajectories, out = imported(run, policy, rows)
     assert [len(t.response_ids) for t in trajectories] == [62, 4]
     assert "left out as too long: 1" in out
-    arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch-tokens=4"]
+    arguments = ["a.jsonl", f"--policy={policy}", "--out=b.parquet", "--microbatch_tokens=4"]
     rejected(run, "no row fits into 4 tokens", "import", *arguments, main=main)
 
 
@@ -216,10 +214,9 @@ def test_every_assistant_message_of_a_conversation_was_sampled_with_its_end_toke
     (t,), _ = imported(run, chat, [{"messages": messages, "reward": 1, "finished": finished}])
     tokenizer = load_tokenizer(str(chat))
     assert t.prompt_ids == expected_ids(tokenizer, [ASK])
-    assert t.prompt + t.response == tokenizer.apply_chat_template(messages, tokenize=False)
     ids = np.array(t.response_ids)
     parts = np.split(ids, np.flatnonzero(np.diff(t.sampled)) + 1)  # sampled and not, in turn
-    assert t.sampled[0] and t.finished == finished
+    assert t.sampled[0] and t.finished == finished and t.response == tokenizer.decode(ids)
     assert tokenizer.batch_decode(parts) == [
         "add(2, 2)<end>",
         "\n[tool]\n4<end>\n[assistant]\n",
@@ -244,14 +241,12 @@ def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, ol
 
 MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
-    "prompt": (PLAIN, {"prompt": 1}, "found 1, expected chat messages"),
-    "no prompt": (CONVERSATION, {"messages": [SAY]}, "found None, expected chat messages"),
-    "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "must end in an answer"),
-    "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "with role and content"),
-    "reward": (PLAIN, {"reward": "1"}, "the reward is '1', expected true, false or a number"),
-    "NaN": (PLAIN, {"reward": math.nan}, "the reward is nan"),
+    "prompt": (PLAIN, {"prompt": 1}, "chat messages do not fit"),
+    "no prompt": (CONVERSATION, {"messages": [SAY]}, "chat messages do not fit"),
+    "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "'assistant' is not in list"),
+    "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "cannot be imported ('role')"),
+    "reward": (PLAIN, {"reward": "high"}, "could not convert string to float"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
-    "finished": (PLAIN, {"finished": "no"}, "key 'finished' holds 'no', expected bool"),
 }
 
 
@@ -260,7 +255,7 @@ def test_a_malformed_row_is_named(run, chat, name):
     good, changes, words = MALFORMED[name]
     jsonl(run.folder / "bad.jsonl", [good, good | changes])
     arguments = ["import", "bad.jsonl", f"--policy={chat}", "--out=a.parquet"]
-    assert words in rejected(run, "bad.jsonl, row 2: ", *arguments, main=main)
+    assert words in rejected(run, "bad.jsonl, row 2 cannot", *arguments, main=main)
     jsonl(run.folder / "bad.jsonl", [good])
     assert run(main, *arguments)[0] == 0
 

@@ -148,14 +148,6 @@ def test_a_parser_names_the_wrong_argument_in_one_sentence():
     assert parser.parse_args(["--samples", "3"]).samples == 3
 
 
-def test_options_take_dashes_for_underscores_also_in_subcommands():
-    parser, inner = ArgumentParser(), ArgumentParser()
-    parser.add_subcommands().add_subcommand("score", inner)
-    inner.add_argument("--microbatch_tokens", type=int, default=1)
-    for argument in ("--microbatch-tokens=3", "--microbatch_tokens=3"):
-        assert parser.parse_args(["score", argument]).score.microbatch_tokens == 3
-
-
 def test_a_folder_takes_one_writer(tmp_path):
     code = f"from topr.io import lock; lock({str(tmp_path)!r})"
     other = [sys.executable, "-c", code]

@@ -5,12 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import score
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from topr.batching import pack
 from topr.io import InputError
-from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer, score
+from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer
 from topr.policy.logprobs import CHUNK_LOGITS, TokenLogProbs, padded_hidden_states, token_log_probs
 from topr.policy.model import check_forward
 from topr.policy.shared_prompts import Spans, attend

@@ -73,7 +73,7 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
     questions = read_rows(SHARED / "gsm8k_train.jsonl")
     tokenizer = make_llama(tmp_path / "base", [row["answer"] for row in questions]).tokenizer
     rows = []
-    for number, row in enumerate(read_rows(SOLUTIONS)[:60]):
+    for row in read_rows(SOLUTIONS)[:60]:
         for solution in row.values():
             if isinstance(solution, dict):
                 rows.append(
@@ -81,7 +81,6 @@ def test_gsm8k_solutions_of_four_models_are_imported_and_trained_on(run, tmp_pat
                         "prompt": row["question"] + "\n",
                         "response": solution["solution"],
                         "reward": solution["is_correct"],
-                        "prompt_id": str(number),
                     }
                 )
     write_rows(tmp_path / "solutions.jsonl", rows)

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import NoneType
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from conftest import ROOT, make_trajectories, write
 
 from topr.identity import policy_hash
 from topr.io import InputError
-from topr.trajectories import SCHEMA, batches, read_metadata, read_trajectories
+from topr.trajectories import SCHEMA, read_metadata, read_table, read_trajectories
 from topr.trajectories.file import resolve_files
 from topr.trajectories.rows import load_rows
 
@@ -39,7 +40,6 @@ def test_round_trip(tmp_path, policy):
     for row in rows:
         row.ref_logprobs = np.float32(row.ref_logprobs).tolist()
     assert read_trajectories(path) == rows
-    assert "sampled" not in pq.read_schema(path).names  # written for conversations only
     found = read_metadata(path)
     assert {key: found[key] for key in metadata} == metadata
     assert (found["schema"], found["policy"]) == (1, policy_hash(str(policy)))
@@ -59,42 +59,40 @@ def replace(table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> p
 def check(table: pa.Table, path) -> None:
     """Write a file and read it."""
     pq.write_table(table, path)
-    list(batches(path, vocabulary=20, max_tokens=64))
+    read_table(path, vocabulary=20, max_tokens=64)
 
 
-def test_a_large_file_is_read_in_batches_with_global_row_numbers(tmp_path, table):
-    tables = [table] * (10_000 // ROWS)
-    check(pa.concat_tables(tables), tmp_path / "large.parquet")
+def test_rows_are_numbered_through_all_row_groups(tmp_path, table):
     bad = edit(table, "reward", 22, math.nan).cast(table.schema)
-    row = len(tables) * ROWS + 22
-    with pytest.raises(InputError, match=rf"row {row} \(prompt '5'\): the reward is NaN"):
-        check(pa.concat_tables([*tables, bad]), tmp_path / "large.parquet")
+    bad = edit(bad, "ref_logprobs", 21, [0.5] * 3).cast(table.schema)
+    pq.write_table(pa.concat_tables([table] * 10 + [bad]), tmp_path / "a.parquet", row_group_size=7)
+    with pytest.raises(InputError, match=f"row {10 * ROWS + 21}: "):
+        read_table(tmp_path / "a.parquet")
 
 
 BAD_VALUES = {
     "empty response": ("response_ids", [], "the prompt or the response is empty"),
-    "missing log-prob": ("ref_logprobs", lambda old: old[1:], "ref_logprobs differ in length"),
+    "missing log-prob": ("ref_logprobs", lambda old: old[1:], "differ in length"),
     "NaN log-prob": ("ref_logprobs", lambda old: [*old[:-1], math.nan], "ref_logprobs must"),
     "positive log-prob": ("ref_logprobs", lambda old: [0.5, *old[1:]], "ref_logprobs must"),
     "null id": ("response_ids", lambda old: [*old[:-1], None], "an id is null or outside"),
     "unknown id": ("prompt_ids", lambda old: [20, *old[1:]], "an id is null or outside"),
-    "missing mark": ("sampled", lambda old: old[1:], "sampled differ in length"),
+    "missing mark": ("sampled", lambda old: old[1:], "differ in length"),
     "too many tokens": ("prompt_ids", [3] * 64, "more tokens than 64 .data.microbatch_tokens"),
     "NaN reward": ("reward", math.nan, "the reward is NaN"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_a_bad_value_is_named_by_row_and_prompt(tmp_path, table, name):
+def test_a_bad_value_is_named_by_its_row(tmp_path, table, name):
     column, value, words = BAD_VALUES[name]
     marks = []
     for row, ids in enumerate(table["response_ids"].to_pylist()):
         marks.append(None if row == 1 else [True] * len(ids))
-    marked = table.append_column("sampled", pa.array(marks))
+    marked = replace(table, "sampled", pa.array(marks))
     check(marked, tmp_path / "good.parquet")
     for row in (0, 11, ROWS - 1):
-        place = rf"bad.parquet, row {row} \(prompt '{row // 4}'\)"
-        with pytest.raises(InputError, match=f"{place}: .*{words}"):
+        with pytest.raises(InputError, match=f"bad.parquet, row {row}: .*{words}"):
             check(edit(marked, column, row, value), tmp_path / "bad.parquet")
 
 
@@ -140,7 +138,7 @@ def test_a_damaged_file_is_rejected(tmp_path, good):
     (tmp_path / "damaged.parquet").write_bytes(damaged)
     for name, reason in {"cut": "", "text": "", "damaged": ".*CRC"}.items():
         with pytest.raises(InputError, match=f"{name}.parquet cannot be read {reason}"):
-            list(batches(tmp_path / f"{name}.parquet"))
+            read_table(tmp_path / f"{name}.parquet")
 
 
 def test_missing_metadata_are_unknown_and_missing_rows_are_rejected(tmp_path, table):
@@ -156,14 +154,13 @@ def test_files_are_found_by_path_glob_and_list(tmp_path, good):
     for name in (b, a, c):
         (tmp_path / name).write_bytes(good.read_bytes())
     assert resolve_files(a) == [a]
-    assert resolve_files([b, str(tmp_path / "*.parquet")]) == [b, a, c]
+    assert resolve_files([c, str(tmp_path / "[ab].parquet")]) == [c, a, b]
     for missing in (str(tmp_path / "x*"), "nowhere.parquet", "some-organisation/some-data", ""):
-        with pytest.raises(InputError, match="^inspect: '.*' is no file, glob or hub data set"):
-            resolve_files(missing, "inspect")
+        with pytest.raises(InputError, match="^'.*' is no file, glob or hub data set"):
+            resolve_files(missing)
 
 
-REQUIRED = {"prompt": (str,)}
-OPTIONAL = {"id": (str, int)}
+TYPES = {"prompt": (str,), "id": (str, int, NoneType)}
 GOOD = {"prompt": "1\u2028", "id": 1, "more": [1]}
 
 
@@ -171,9 +168,9 @@ def test_rows_come_from_json_lines_and_parquet(tmp_path):
     rows = [GOOD, {"prompt": "2", "id": None, "more": []}]
     text = "\ufeff" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
-    assert load_rows(tmp_path / "a.jsonl", REQUIRED, OPTIONAL) == rows
+    assert load_rows(tmp_path / "a.jsonl", TYPES) == rows
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert load_rows(tmp_path / "a.parquet", REQUIRED, OPTIONAL) == rows
+    assert load_rows(tmp_path / "a.parquet", TYPES) == rows
 
 
 @pytest.mark.parametrize(("suffix", "compression"), [("gz", "gzip"), ("zst", "zstd")])
@@ -181,18 +178,21 @@ def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, comp
     path = tmp_path / f"a.jsonl.{suffix}"
     with pa.output_stream(path, compression=compression) as file:
         file.write(json.dumps(GOOD).encode())
-    assert load_rows(path, REQUIRED, OPTIONAL) == [GOOD]
+    assert load_rows(path, TYPES) == [GOOD]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError, match="cannot be read"):
-        load_rows(path, REQUIRED, OPTIONAL)
+        load_rows(path, TYPES)
 
 
 BAD_LINES = {
     "cut off": (b'{"prompt": "1", "id"', "cannot be read"),
     "no UTF-8": (b'{"prompt": "\xff"}', "cannot be read"),
-    "a list": (b"[1]", r"row 2: expected a JSON object, found \[1\]"),
+    "a list": (b"[1]", "cannot be read .*not a mapping"),
     "missing key": (b'{"id": 1}', "row 2: key 'prompt' holds None, expected str"),
-    "boolean": (b'{"prompt": "1", "id": true}', "row 2: key 'id' holds True, expected str or int"),
+    "boolean": (
+        b'{"prompt": "1", "id": true}',
+        "row 2: key 'id' holds True, expected str or int or NoneType",
+    ),
 }
 
 
@@ -201,7 +201,7 @@ def test_a_bad_line_is_named(tmp_path, name):
     line, words = BAD_LINES[name]
     (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
     with pytest.raises(InputError, match=f"a.jsonl.* {words}"):
-        load_rows(tmp_path / "a.jsonl", REQUIRED, OPTIONAL)
+        load_rows(tmp_path / "a.jsonl", TYPES)
 
 
 def test_sources_without_rows_are_rejected(tmp_path):
@@ -212,11 +212,9 @@ def test_sources_without_rows_are_rejected(tmp_path):
         "owner/name:train": "cannot be read .*owner/name",
     }.items():
         with pytest.raises(InputError, match=f"{source}.*{words}"):
-            load_rows(source, REQUIRED, OPTIONAL)
+            load_rows(source, TYPES)
 
 
-def test_help_needs_no_heavy_library():
-    code = "import sys, topr.trajectories.__main__; print({'torch', 'pandas'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+def test_help_needs_no_torch():
+    code = "import sys, topr.trajectories.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

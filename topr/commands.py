@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jsonargparse
 
@@ -33,13 +33,7 @@ class OneSentenceErrors:
 
 
 class ArgumentParser(OneSentenceErrors, jsonargparse.ArgumentParser):
-    """The parser of every command but `train.py`. Options may have dashes for underscores."""
-
-    def add_argument(self, *args, **kwargs) -> Any:
-        action = super().add_argument(*args, **kwargs)
-        for name in action.option_strings:
-            self._option_string_actions[name.replace("_", "-")] = action
-        return action
+    """The parser of every command but `train.py`."""
 
 
 @contextmanager

@@ -15,26 +15,20 @@ class Adafactor(torch.optim.Optimizer):
     The learning rate is absolute, as the paper's 5e-7 means it: equal to transformers' `Adafactor`
     with `scale_parameter=False, relative_step=False`. That one and torch's fail under FSDP2, since
     they change partial DTensors in place.
-
-    Args:
-        weight_decay: decoupled, times the learning rate.
     """
 
-    def __init__(
-        self, params: Iterable, lr: NonNegativeFloat = 5e-7, weight_decay: NonNegativeFloat = 0.0
-    ):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable, lr: NonNegativeFloat = 5e-7):
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter with a gradient."""
         with torch.enable_grad():
-            loss = closure() if closure is not None else None
+            loss = closure() if closure else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     update = scaled(parameter.grad.float(), self.state[parameter])
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.sub_(update * group["lr"])
         return loss
 
@@ -45,7 +39,7 @@ def scaled(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
     weight = state["step"].item() ** -0.8  # of the newest gradient; 1 at the first step
 
     def average(name: str, value: Tensor) -> Tensor:
-        state[name] = state.get(name, 0.0) * (1 - weight) + value * weight
+        state[name] = state.get(name, value).lerp(value, weight)
         return state[name]
 
     squared = gradient.square() + 1e-30

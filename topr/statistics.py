@@ -110,7 +110,7 @@ def check_start(rows: Rows, precision: str, data: Any) -> None:
     trajectory = rows["trajectory"][own]
     size = np.abs(rows["log_ratio"][own])
     found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
-    if precision != "32-true" or not data.in_float32(trajectory):
+    if precision != "32-true" or not data.in_float32:
         size = size / rows["length"][own]
         found, bound, measure = (
             np.median(size),

@@ -7,6 +7,5 @@ __getattr__ = lazy(
     __name__,
     files=["encode", "encode_prompt", "load_tokenizer", "render_prompt", "resolve_policy"]
     + ["vocabulary_and_context"],
-    scoring=["score"],
     model=["LoRA", "Policy", "export_policy", "load_policy", "own_device"],
 )

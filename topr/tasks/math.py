@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import NoneType
 from typing import Any
 
 from topr.sampling import Sampling
@@ -80,7 +81,11 @@ class MATH(Task):
     sources = [Path(__file__).with_name("equivalence.py")]
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"problem": (str,)}
-    optional = {"unique_id": (str, int), "answer": (str,), "solution": (str,)}
+    optional = {
+        "unique_id": (str, int, NoneType),
+        "answer": (str, NoneType),
+        "solution": (str, NoneType),
+    }
 
     def problem(self, row, index) -> Problem:
         gold = row.get("answer") or last_box(row.get("solution") or "")

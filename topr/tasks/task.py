@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import yaml
@@ -52,9 +53,9 @@ class Task(Configurable, ABC):
     sources: list[Path] = []  # files beside the class's own module that decide grades
     instruction = ""  # a key of prompts.yaml; none: the prompt is the problem's own
     marker = ""  # what the instruction asks for
-    # Columns of the problem file and their types. Optional ones may be absent.
+    # Columns of the problem file and their types.
     columns: Columns = {"prompt": (str,), "gold": (str,)}
-    optional: Columns = {"id": (str, int)}
+    optional: Columns = {"id": (str, int, NoneType)}
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
@@ -64,7 +65,7 @@ class Task(Configurable, ABC):
         """
         from topr.trajectories.rows import load_rows
 
-        rows = load_rows(source, self.columns, self.optional)
+        rows = load_rows(source, self.columns | self.optional)
         problems = [self.problem(row, index) for index, row in enumerate(rows)]
         for problem in problems:
             if not problem.gold:

@@ -36,7 +36,7 @@ class Verifier(Task):
             InputError: no candidate is correct, or none is incorrect.
         """
         trajectories = []
-        for path in resolve_files(str(source), "solutions to judge"):
+        for path in resolve_files(str(source)):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
         golds = [problem.gold for problem in problems]

@@ -6,7 +6,7 @@ from topr import lazy
 __getattr__ = lazy(
     __name__,
     curate=["agreed"],
-    file=["SCHEMA", "Trajectory", "batches", "read_metadata", "read_trajectories"]
+    file=["SCHEMA", "Trajectory", "read_metadata", "read_table", "read_trajectories"]
     + ["write_table", "write_trajectories"],
     scoring=["add_log_probs"],
 )

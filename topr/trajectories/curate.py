@@ -1,18 +1,16 @@
 """Select the trajectories to train on. One is positive, or correct, if its reward is above 0."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
 from topr.io import InputError
-from topr.trajectories.file import SCHEMA, batches, read_metadata, write_table
-
-if TYPE_CHECKING:
-    import pandas as pd
+from topr.trajectories.file import SCHEMA, read_metadata, read_table, write_table
 
 Way = Literal["uniform", "anna_karenina", "share"]
 
@@ -21,8 +19,8 @@ def curate(
     way: Way,
     files: list[str],
     out: str | Path,
-    budget: PositiveInt | None = None,
-    share: OpenUnitInterval | None = None,
+    budget: PositiveInt = 16,
+    share: OpenUnitInterval = 0.5,
     total: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
     iteration: NonNegativeInt | None = None,
@@ -39,48 +37,42 @@ def curate(
         seed: of random choices
         iteration: written to the metadata and before every group
     """
-    import pyarrow.dataset as ds  # imports pandas
-
     metadata = common_metadata(files)
-    rows = read_rows(files)
+    table = pa.concat_tables(map(read_table, files))
+    rows = table.select(["reward", "group"]).to_pandas()
     rng = np.random.default_rng(seed)
-    if way == "share" and share is not None:
+    if way == "share":
         kept = with_share(rows, share, total, rng)
-    elif way == "uniform" and budget is not None:
+    elif way == "uniform":
         kept = uniform(rows, budget, rng)
-    elif way == "anna_karenina" and budget is not None:
-        kept = anna_karenina(rows, budget)
     else:
-        raise InputError("share needs --share, uniform and anna_karenina need --budget")
-    done = {"way": way, "budget": budget, "share": share, "total": total, "seed": seed}
-    done |= {"before": figures(rows), "after": figures(rows.loc[kept])}
-    print(f"before {done['before']}\nafter  {done['after']}")
-    metadata["sampling"]["curation"] = done
-    table = ds.dataset(files, schema=SCHEMA).take(kept)
+        kept = anna_karenina(rows, budget)
+    table = table.take(kept)
     if iteration is not None:
         metadata["iteration"] = iteration
         names = pc.binary_join_element_wise(str(iteration), table["group"], "/")
         table = table.set_column(SCHEMA.get_field_index("group"), "group", names)
+    chosen = {"way": way, "budget": budget, "share": share, "total": total, "seed": seed}
+    metadata["sampling"] = (metadata.get("sampling") or {}) | {"curation": chosen}
     write_table(out, table, metadata)
+    print(f"kept {len(kept)} of {len(rows)} trajectories")
 
 
-def uniform(rows: "pd.DataFrame", budget: int, rng: np.random.Generator) -> np.ndarray:
+def uniform(rows: pd.DataFrame, budget: int, rng: np.random.Generator) -> np.ndarray:
     """Sorted numbers of `budget` random rows of each group."""
     shuffled = rows.loc[rng.permutation(len(rows))]
     return np.sort(shuffled.groupby("group").head(budget).index)
 
 
-def anna_karenina(rows: "pd.DataFrame", budget: int) -> np.ndarray:
+def anna_karenina(rows: pd.DataFrame, budget: int) -> np.ndarray:
     """Sorted numbers of the first correct row of each group, and incorrect ones up to `budget`."""
-    import pandas as pd
-
     first = rows[rows["reward"] > 0].groupby("group").head(1)
     candidates = pd.concat([first, rows[rows["reward"] <= 0]])
     return np.sort(candidates.groupby("group").head(budget).index)
 
 
 def with_share(
-    rows: "pd.DataFrame", share: float, total: int | None, rng: np.random.Generator
+    rows: pd.DataFrame, share: float, total: int | None, rng: np.random.Generator
 ) -> np.ndarray:
     """Sorted numbers of random rows with a share of positives: `total`, or as many as possible."""
     correct = rng.permutation(rows.index[rows["reward"] > 0])
@@ -89,37 +81,16 @@ def with_share(
     positives = round(size * share)
     negatives = round(size * (1 - share))
     if not (0 < positives <= len(correct) and 0 < negatives <= len(incorrect)):
-        raise InputError(
-            f"share would take {positives} of {len(correct)} positives and {negatives} of "
-            f"{len(incorrect)} negatives; change --share or --total"
-        )
+        found = f"{len(correct)} positives and {len(incorrect)} negatives"
+        raise InputError(f"{found} are too few; change --share or --total")
     return np.sort(np.r_[correct[:positives], incorrect[:negatives]])
-
-
-def read_rows(files: list[str]) -> "pd.DataFrame":
-    """Reward and group of all rows of trajectory files, which are checked."""
-    tables = [table.select(["reward", "group"]) for file in files for table in batches(file)]
-    return pa.concat_tables(tables).to_pandas()
-
-
-def figures(rows: "pd.DataFrame") -> dict[str, Any]:
-    """Counts of trajectories and groups, and the share of positives."""
-    return {
-        "trajectories": len(rows),
-        "groups": rows["group"].nunique(),
-        "positive_share": float((rows["reward"] > 0).mean()),
-    }
 
 
 def common_metadata(files: list[str]) -> dict[str, Any]:
     """The metadata that files agree on. Raises an InputError if their tokenizers differ."""
-    entries = [read_metadata(file) for file in files]
-    metadata = agreed(entries)
+    metadata = agreed([read_metadata(file) for file in files])
     if "tokenizer" not in metadata:
         raise InputError("the files have different tokenizers; take them one by one")
-    if not {"policy", "precision"} <= metadata.keys():  # log mu depends on both
-        metadata["policy"] = metadata["precision"] = None
-    metadata["sampling"] = agreed([entry["sampling"] or {} for entry in entries])
     return metadata
 
 

@@ -2,7 +2,7 @@
 
 import glob
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +68,15 @@ def write_trajectories(
 
 def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> None:
     """`write_trajectories` for a table of `SCHEMA`."""
-    known = metadata | {"schema": SCHEMA_VERSION}
-    if table["sampled"].null_count == len(table):  # the column is written for conversations only
-        table = table.drop_columns("sampled")
-    table = table.replace_schema_metadata({"topr": json.dumps(known)})
+    about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
+    described = table.replace_schema_metadata({"topr": about})
     with atomic(path) as temporary:
-        pq.write_table(
-            table, temporary, row_group_size=4096, compression="zstd", write_page_checksum=True
-        )
+        pq.write_table(described, temporary, compression="zstd", write_page_checksum=True)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """All rows of a trajectory file. Raises an InputError as `batches` does."""
-    return [Trajectory(**row) for table in batches(path) for row in table.to_pylist()]
+    """All rows of a trajectory file. Raises an InputError as `read_table` does."""
+    return [Trajectory(**row) for row in read_table(path).to_pylist()]
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -91,10 +87,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
 
 
-def batches(
-    path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**31
-) -> Iterator[pa.Table]:
-    """Read a trajectory file in tables of `SCHEMA`, and check every row.
+def read_table(path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**31) -> pa.Table:
+    """Read a trajectory file as a table of `SCHEMA`, and check every row.
 
     Args:
         path: trajectory file.
@@ -104,26 +98,17 @@ def batches(
     Raises:
         InputError: for the first bad row, or if there is no row.
     """
-    start = 0
-    with (
-        explained(f"{path} cannot be read", remedy=REMEDY),
-        pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file,
-    ):
-        for batch in file.iter_batches(batch_size=8192, columns=SCHEMA.names):
-            table = pa.Table.from_batches([batch])
-            if "sampled" not in table.column_names:
-                table = table.append_column("sampled", pa.nulls(len(table)))
-            # pyarrow names a missing column, a wrong type and a null
-            table = table.select(SCHEMA.names).cast(SCHEMA)
-            for problem, bad in _problems(table, vocabulary, max_tokens).items():
-                if bad.any():
-                    row = int(np.argmax(bad))
-                    prompt = table["prompt_id"][row]
-                    raise InputError(f"{path}, row {start + row} (prompt '{prompt}'): {problem}")
-            yield table
-            start += len(table)
-    if start == 0:
+    fields = [pa.field(field.name, field.type) for field in SCHEMA]
+    with explained(f"{path} cannot be read", remedy=REMEDY):
+        # null in the place of a missing column; the cast raises an error for a null
+        table = pq.read_table(path, schema=pa.schema(fields), page_checksum_verification=True)
+        table = table.cast(SCHEMA)
+    if len(table) == 0:
         raise InputError(f"{path} holds no trajectory; {REMEDY}")
+    for problem, bad in _problems(table, vocabulary, max_tokens).items():
+        if bad.any():
+            raise InputError(f"{path}, row {np.argmax(bad)}: {problem}")
+    return table
 
 
 def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
@@ -131,21 +116,22 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     prompt = pc.list_value_length(table["prompt_ids"]).to_numpy()
     response = pc.list_value_length(table["response_ids"]).to_numpy()
     scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
-    marked = pc.list_value_length(table["sampled"]).fill_null(-1).to_numpy()
+    marked = pc.list_value_length(table["sampled"]).to_numpy()
+    conversation = marked >= 0  # NaN if all tokens were sampled
+    uneven = (response != scored) | conversation & (response != marked)
+    unsampled = ~_outside(table["sampled"], 0, 0)
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
     unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
-    unsampled = (marked >= 0) & ~_outside(table["sampled"], 0, 0)
-    unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
+    reward = table["reward"].to_numpy()
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
-        "response_ids and ref_logprobs differ in length": response != scored,
-        "response_ids and sampled differ in length": (marked != response) & (marked >= 0),
-        "no token is marked as sampled; drop the row": unsampled,
+        "response_ids, ref_logprobs and sampled differ in length": uneven,
+        "no token is marked as sampled; drop the row": conversation & unsampled,
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
         f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
-        f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": ~(abs(reward) <= LARGEST),
         f"it holds more tokens than {limit}": prompt + response > max_tokens,
     }
 
@@ -159,15 +145,15 @@ def _outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
 
 
 def expand_globs(entries: list[str]) -> list[str]:
-    """The files that globs match, each once; other entries as they are."""
+    """The files that globs match; other entries as they are."""
     files: list[str] = []
     for entry in entries:
         files += sorted(glob.glob(entry)) or [entry]
-    return list(dict.fromkeys(files))
+    return files
 
 
-def resolve_files(entries: str | list[str], key: str = "data.train") -> list[str]:
-    """Trajectory files of paths, globs and hub data sets; `key` names the argument in errors."""
+def resolve_files(entries: str | list[str]) -> list[str]:
+    """Trajectory files of paths, globs and hub data sets."""
     files: list[str] = []
     for entry in expand_globs([entries] if isinstance(entries, str) else entries):
         if Path(entry).is_file():
@@ -175,10 +161,9 @@ def resolve_files(entries: str | list[str], key: str = "data.train") -> list[str
             continue
         from huggingface_hub import snapshot_download
 
-        what = f"{key}: {entry!r} is no file, glob or hub data set"
-        with explained(what, remedy=REMEDY):
+        with explained(f"{entry!r} is no file, glob or hub data set", remedy=REMEDY):
             folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
         files += sorted(map(str, Path(folder).rglob("*.parquet")))
     if not files:
-        raise InputError(f"{key} names no Parquet file; {REMEDY}")
+        raise InputError(f"{entries} holds no Parquet file; {REMEDY}")
     return files

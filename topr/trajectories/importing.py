@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from jsonargparse.typing import PositiveInt
 
-from topr.io import LARGEST, InputError
+from topr.io import InputError, first_line
 from topr.trajectories.file import Trajectory, write_trajectories
-from topr.trajectories.rows import Row, Types, load_rows
+from topr.trajectories.rows import Row, load_rows
 
 if TYPE_CHECKING:
     from topr.policy import Policy
@@ -21,12 +22,6 @@ NAMES = {  # what other formats call the keys of the plain one
     "output": "response",
     "score": "reward",
     "gts": "gold",
-}
-OPTIONAL: Types = {
-    "prompt_id": (str, int),
-    "group": (str, int),
-    "finished": (bool,),
-    "gold": (str, int, float),
 }
 
 
@@ -56,23 +51,22 @@ def import_files(
 
     from topr.identity import provenance
     from topr.policy import load_policy, own_device, vocabulary_and_context
-    from topr.policy.model import empty_policy
     from topr.trajectories.scoring import add_log_probs
 
-    empty = empty_policy(policy)  # to check every row before the weights are loaded
-    trajectories: list[Trajectory] = []
-    for file in files:
-        for number, row in enumerate(load_rows(file, {}, OPTIONAL), start=1):
-            try:
-                trajectories += [tokenise(plain, empty) for plain in plain_rows(row)]
-            except InputError as error:
-                raise InputError(f"{file}, row {number}: {error}") from error
-    limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
-    kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
-    if not kept:
-        raise InputError(f"no row fits into {limit} tokens, --microbatch-tokens or the context")
     with own_device():
         model = load_policy(policy)
+    limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
+    trajectories: list[Trajectory] = []
+    for file in files:
+        for number, row in enumerate(load_rows(file, {}), start=1):
+            try:
+                trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
+            except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
+                problem = f"{file}, row {number} cannot be imported ({first_line(error)})"
+                raise InputError(f"{problem}; README.md lists the formats") from error
+    kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
+    if not kept:
+        raise InputError(f"no row fits into {limit} tokens, --microbatch_tokens or the context")
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
     write_trajectories(out, kept, provenance(policy, precision))
@@ -81,55 +75,30 @@ def import_files(
 
 def plain_rows(row: Row) -> list[Row]:
     """A row in the plain format, or two rows of a pair."""
-    row = {key: value for key, value in row.items() if value is not None}  # Parquet adds nulls
-    renamed = {name: row[key] for key, name in NAMES.items() if key in row}
-    row = renamed | row
+    row = without_nulls(row)
+    row = {name: row[key] for key, name in NAMES.items() if key in row} | row
     if {"chosen", "rejected"} <= row.keys():
-        pair = []
-        for key, reward in (("chosen", True), ("rejected", False)):
-            prompt, response = row.get("prompt"), row[key]
-            if isinstance(response, list) and not isinstance(prompt, list):
-                prompt, response = response[:-1], response[-1:]  # only the last answer was judged
-            pair.append(row | {"prompt": prompt, "response": response, "reward": reward})
-        return pair
+        return [row | judged(row, "chosen", True), row | judged(row, "rejected", False)]
     if not {"response", "reward"} <= row.keys():
         raise InputError(f"found the keys {', '.join(row)}; expected prompt, response and reward")
     return [row]
 
 
-def read_reward(value: Any) -> float:
-    """A number as it is; true is +1 and false -1."""
-    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        expected = f"true, false or a number up to {LARGEST:.0f}"
-        raise InputError(f"the reward is {value!r:.20}, expected {expected}")
-    return 2.0 * value - 1.0 if isinstance(value, bool) else float(value)
+def judged(row: Row, key: str, reward: bool) -> Row:
+    """Prompt, response and reward of one side of a pair, of which only the last answer counts."""
+    prompt, response = row.get("prompt"), row[key]
+    if isinstance(response, list) and not isinstance(prompt, list):
+        prompt, response = response[:-1], response[-1:]
+    return {"prompt": prompt, "response": response, "reward": reward}
 
 
-def read_messages(value: Any) -> Messages:
-    """Chat messages without the nulls that Parquet adds; an InputError if they are none."""
-    messages = []
-    for message in value if isinstance(value, list) and value else [value]:
-        if not isinstance(message, dict) or "role" not in message:
-            raise InputError(f"found {message!r:.60}, expected chat messages with role and content")
-        messages.append({key: part for key, part in message.items() if part is not None})
-    return messages
-
-
-def split(prompt: Any, response: Any) -> tuple[Any, Any]:
-    """Prompt and response: text, or messages from the first answer of the assistant on. A prompt
-    beside a whole conversation repeats its question."""
-    if isinstance(response, str):
-        return prompt if isinstance(prompt, str) else read_messages(prompt), response
-    messages = read_messages(response)
-    roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant":
-        raise InputError("messages must end in an answer of the assistant")
-    start = roles.index("assistant")
-    question = messages[:start] or read_messages(prompt)
-    turns = messages[start:]
-    if len(turns) == 1 and "tool_calls" not in turns[0]:
-        return question, turns[0].get("content", "")
-    return question, turns
+def without_nulls(value: Any) -> Any:
+    """A value of JSON without the nulls that Parquet adds for the keys of other rows."""
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return value
 
 
 def tokenise(row: Row, policy: "Policy") -> Trajectory:
@@ -138,6 +107,7 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
     from topr.policy import encode, encode_prompt
 
     finished = row.get("finished", True)
+    reward = row["reward"]
     prompt, response = split(row.get("prompt"), row["response"])
     text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
     sampled = None
@@ -146,53 +116,66 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
         if finished and not policy.end_tokens & set(response_ids[-1:]):
             response_ids.append(policy.tokenizer.eos_token_id)
     else:
-        response, response_ids, sampled = tokenise_turns(prompt, response, finished, policy)
+        ids, marks = tokenise_conversation([*prompt, *response], finished, policy)
+        response_ids = ids[len(prompt_ids) :]
+        sampled = marks[len(prompt_ids) :]
+        response = policy.tokenizer.decode(response_ids)
     if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
-    prompt_id = str(row.get("prompt_id", content_hash(text)))
+    prompt_id = content_hash(text)
     return Trajectory(
         prompt_id=prompt_id,
-        group=str(row.get("group", prompt_id)),
+        group=prompt_id,
         prompt=text,
         prompt_ids=prompt_ids,
         response=response,
         response_ids=response_ids,
         ref_logprobs=[],
-        reward=read_reward(row["reward"]),
+        reward=2.0 * reward - 1.0 if isinstance(reward, bool) else float(reward),
         finished=finished,
         gold=str(row["gold"]) if "gold" in row else None,
         sampled=sampled,
     )
 
 
-def tokenise_turns(
-    prompt: Messages, turns: Messages, finished: bool, policy: "Policy"
-) -> tuple[str, list[int], list[bool]]:
-    """Text and ids of a conversation after its prompt, and which ids the policy sampled.
+def split(prompt: Any, response: str | Messages) -> tuple[Any, str | Messages]:
+    """Of a conversation the messages before the first answer, and the others; if these are one
+    answer, its text. A prompt beside a whole conversation repeats its question."""
+    if isinstance(response, str):
+        return prompt, response
+    roles = [message["role"] for message in response]
+    start = roles.index("assistant")
+    prompt = response[:start] or prompt
+    if roles[start:] == ["assistant"] and "tool_calls" not in response[start]:
+        return prompt, response[start]["content"]
+    return prompt, response[start:]
 
-    These are the assistant messages, each with its end token. The last one ends the response.
+
+def tokenise_conversation(
+    messages: Messages, finished: bool, policy: "Policy"
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation up to its last answer, and which of them the policy sampled.
+
+    These are the assistant messages, each with its end token.
     """
-    from topr.policy import encode, render_prompt
+    from topr.policy import encode, encode_prompt, render_prompt
 
-    ids: list[int] = []
-    sampled: list[bool] = []
-    messages = list(prompt)
-    start = text = render_prompt(messages, policy.tokenizer)
-    for message in turns:
-        before = render_prompt(messages, policy.tokenizer)
-        messages.append(message)
-        if message["role"] != "assistant":
-            continue
-        after = render_prompt(messages, policy.tokenizer, answered=True)
-        context = encode(before.removeprefix(text), policy.tokenizer, special=False)
-        answer = encode(after.removeprefix(before), policy.tokenizer, special=False)
-        ends = [place for place, token in enumerate(answer) if token in policy.end_tokens]
-        if not (before.startswith(text) and after.startswith(before) and ends):
-            problem = "the chat template changes earlier turns, or ends one without an end token"
-            raise InputError(f"{problem}; give each answer a row with prompt and response")
-        ids += context + answer
-        sampled += [False] * len(context)
-        sampled += [place <= ends[0] for place in range(len(answer))]
-        text = after
-    unused = len(answer) - ends[0] - finished  # behind the last end token, or from it on
-    return text.removeprefix(start), ids[: len(ids) - unused], sampled[: len(ids) - unused]
+    text = render_prompt(messages, policy.tokenizer, answered=True)
+    ids = encode(text, policy.tokenizer, special=False)
+    ends = np.flatnonzero(np.isin(ids, list(policy.end_tokens)))
+    sampled = [False] * len(ids)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            _, context = encode_prompt(messages[:place], policy.tokenizer)
+            answered = render_prompt(messages[: place + 1], policy.tokenizer, answered=True)
+            start = len(context)
+            later_ends = ends[ends >= start]
+            kept = ids[:start] == context and text.startswith(answered)
+            if not kept or len(later_ends) == 0:
+                problem = "the chat template changes earlier turns, or writes no end token"
+                raise InputError(f"{problem}; give each answer a row with prompt and response")
+            end = later_ends[0] + 1
+            sampled[start:end] = [True] * (end - start)
+    if not finished:
+        end -= 1  # the template has added an end token
+    return ids[:end], sampled[:end]

@@ -14,13 +14,12 @@ Types = dict[str, tuple[type, ...]]  # the accepted types of each key
 EXPECTED = "JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
 
 
-def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]:
+def load_rows(source: str | Path, types: Types) -> list[Row]:
     """Rows of a file or a hub data set, with checked types.
 
     Args:
         source: JSON lines (also .gz and .zst), Parquet, or `owner/name[/config]:split` on the hub.
-        required: types of the keys that every row must have.
-        optional: types of keys that may be absent or null.
+        types: of keys; those of a key that may be absent or null include `NoneType`.
 
     Raises:
         InputError: if the source cannot be read or is empty, or a key is absent or mistyped.
@@ -30,15 +29,12 @@ def load_rows(source: str | Path, required: Types, optional: Types) -> list[Row]
     if not rows:
         raise InputError(f"{source} holds no row")
     for number, row in enumerate(rows, start=1):
-        where = f"{source}, row {number}"
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: expected a JSON object, found {row!r:.40}")
-        for key, types in (required | optional).items():
+        for key, accepted in types.items():
             value = row.get(key)
-            absent = value is None and key in optional
-            if not absent and type(value) not in types:  # isinstance takes a boolean for an int
-                names = " or ".join(accepted.__name__ for accepted in types)
-                raise InputError(f"{where}: key {key!r} holds {value!r:.40}, expected {names}")
+            if type(value) not in accepted:  # isinstance takes a boolean for an int
+                expected = " or ".join(kind.__name__ for kind in accepted)
+                found = f"key {key!r} holds {value!r:.40}"
+                raise InputError(f"{source}, row {number}: {found}, expected {expected}")
     return rows
 
 
@@ -55,4 +51,4 @@ def _read(source: str) -> list[Row]:
     with pa.input_stream(source) as stream:  # decompresses by the file's name
         text = stream.read().decode("utf-8-sig")
     lines = text.split("\n")  # not splitlines: a string may hold U+2028
-    return [json.loads(line) for line in lines if line.strip()]
+    return [{**json.loads(line)} for line in lines if line.strip()]  # an error if no object

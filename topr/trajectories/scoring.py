@@ -1,20 +1,39 @@
-"""Log mu of trajectories, scored by a policy."""
+"""Log mu of trajectories, by the forward that trains."""
 
 import numpy as np
+import torch
 
-from topr.policy import Policy, score
+from topr.batching import pack, partition
+from topr.policy import Policy
 from topr.trajectories.file import Trajectory
 
 
+@torch.no_grad()
 def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
-    """Set `ref_logprobs` of trajectories, by the forward that trains; 0 where not sampled."""
-    prompts = [np.array(trajectory.prompt_ids) for trajectory in trajectories]
-    responses = [np.array(trajectory.response_ids) for trajectory in trajectories]
-    sampled = []
-    for trajectory in trajectories:
-        sampled.append(np.array(trajectory.sampled or [True] * len(trajectory.response_ids)))
-    scores = score(policy, prompts, responses, microbatch_tokens, sampled)
-    for trajectory, marks, log_probs in zip(trajectories, sampled, scores, strict=True):
-        ref_logprobs = np.zeros(len(marks), dtype=np.float32)
-        ref_logprobs[marks] = log_probs
-        trajectory.ref_logprobs = ref_logprobs.tolist()
+    """Set `ref_logprobs` of trajectories; 0 where not sampled.
+
+    Args:
+        policy: it scores.
+        trajectories: they need ids and `sampled` only.
+        microbatch_tokens: tokens of a row, which is one forward.
+    """
+    numbers: dict[tuple, int] = {}  # of the prompts
+    sizes = []
+    for t in trajectories:
+        number = numbers.setdefault(tuple(t.prompt_ids), len(numbers))
+        sizes.append([number, len(t.prompt_ids), len(t.response_ids)])
+    for row in partition(np.array(sizes).T, microbatch_tokens, padded=policy.padded):
+        chosen = [trajectories[i] for i in row]
+        tokens = pack(
+            [np.array(t.prompt_ids) for t in chosen],
+            [np.array(t.response_ids) for t in chosen],
+            [t.sampled and np.array(t.sampled) for t in chosen],
+        )
+        log_probs_N = policy.log_probs(tokens.to(policy.device))
+        # the log-prob of a certain token can round to above 0
+        log_probs_N = log_probs_N.clamp(max=0).float().cpu()
+        scores = log_probs_N.split(tokens.lengths)
+        for t, places, log_probs_T in zip(chosen, tokens.predicting, scores, strict=True):
+            ref_logprobs = np.zeros(len(t.response_ids), dtype=np.float32)
+            ref_logprobs[places - len(t.prompt_ids) + 1] = log_probs_T
+            t.ref_logprobs = ref_logprobs.tolist()

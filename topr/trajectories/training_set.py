@@ -14,7 +14,7 @@ from topr.distributed import rank
 from topr.identity import data_hash, policy_hash, tokenizer_hash
 from topr.io import InputError, explained
 from topr.policy.files import load_tokenizer, vocabulary_and_context
-from topr.trajectories.file import SCHEMA, batches, read_metadata, resolve_files
+from topr.trajectories.file import SCHEMA, read_metadata, read_table, resolve_files
 
 COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group", "sampled"]
 
@@ -39,26 +39,19 @@ class TrainingSet:
         # combined first: otherwise each chunk would get a dictionary of its own
         self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
         rows_of_files = [pq.read_metadata(path).num_rows for path in self.files]
-        self.first_row = np.cumsum([0, *rows_of_files[:-1]])  # of each file
-
-    def file(self, trajectory: Any) -> Any:
-        """The number of the file, or files, that hold these trajectories."""
-        return np.searchsorted(self.first_row, trajectory, side="right") - 1
+        self.file = np.repeat(np.arange(len(self.files)), rows_of_files)  # number of each row's
+        self.in_float32 = all(entry["precision"] == "32-true" for entry in self.metadata)
 
     def place(self, trajectory: int) -> str:
         """File and row number of a trajectory, for messages."""
-        file = self.file(trajectory)
-        return f"row {trajectory - self.first_row[file]} of {self.files[file]}"
+        file = self.file[trajectory]
+        row = trajectory - np.argmax(self.file == file)
+        return f"row {row} of {self.files[file]}"
 
     def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
         """Whether their files say that the policy that starts training sampled trajectories."""
         own = [metadata["policy"] == self.policy_hash for metadata in self.metadata]
-        return np.array(own)[self.file(trajectory)]
-
-    def in_float32(self, trajectory: np.ndarray) -> bool:
-        """Whether log mu of all these trajectories was scored in float32."""
-        precisions = {self.metadata[file]["precision"] for file in self.file(trajectory)}
-        return precisions <= {None, "32-true"}
+        return np.array(own)[self.file[trajectory]]
 
 
 def read_training_set(train: str | list[str], policy: str, longest: int) -> TrainingSet:
@@ -82,8 +75,7 @@ def read_training_set(train: str | list[str], policy: str, longest: int) -> Trai
             remedy = "train a policy with that tokenizer or import the text again"
             raise InputError(f"{message}; {remedy}")
         if rank() == 0:
-            for _ in batches(path, vocabulary, min(longest, context)):
-                pass  # reading checks every row
+            read_table(path, vocabulary, min(longest, context))  # checks every row
     return TrainingSet(files, metadata, map_rows(files), policy_hash(policy))
 
 
