@@ -65,17 +65,17 @@ class Evaluation:
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
-        results: dict[str, dict[str, Row]] = {policy: {} for policy in self.policy}
+        results: dict[str, dict[str, Row]] = {}  # by policy and benchmark
         first: dict[str, pd.DataFrame] = {}  # metrics of the first policy, by benchmark
         trajectories = []
         for (policy, name), job in jobs.items():
             responses = self.responses(name, job)
             values = self.metrics(name, job, responses)
+            rows = results.setdefault(policy, {})
             counts = {"problems": len(job.problems), "samples": job.samples}
-            results[policy][name] = counts | summarise(values, self.seed)
-            if name in first:
-                difference = summarise(values - first[name], self.seed)  # paired by problem
-                results[policy][f"{name}, difference to first"] = difference
+            rows[name] = counts | summarise(values, self.seed)
+            if name in first:  # paired by problem
+                rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
             first.setdefault(name, values)
             for trajectory in responses:
                 trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
@@ -84,7 +84,7 @@ class Evaluation:
             metadata = agreed([job.metadata for job in jobs.values()])
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
             print(write_report(self.out, results))
-            print(f"wrote results.json, .md, .png and responses.parquet under {self.out}")
+            print(f"results and responses are under {self.out}")
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
         """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""

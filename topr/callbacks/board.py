@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from topr.trajectories.file import Trajectory
 
-LAYOUT = Path(__file__).with_name("board.yaml")
 RESPONSES = 8  # shown at each validation
 
 
@@ -22,8 +21,9 @@ class TensorBoardExtras(Callback):
         return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        layout = Path(__file__).with_name("board.yaml").read_text()
         for board in self.boards(trainer):
-            board.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
+            board.add_custom_scalars(yaml.safe_load(layout))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

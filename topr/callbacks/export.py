@@ -46,7 +46,7 @@ class ExportPolicy(Callback):
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if not self.measured:
+        if "before" not in self.measured:
             self.measure("before", trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

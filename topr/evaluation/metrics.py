@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from statistics import fmean
 
 import numpy as np
@@ -79,13 +79,11 @@ def per_problem(
         weights: of the votes, one for each response; none by default.
     """
     rows = []
-    start = 0
+    votes = iter(weights)
     for _, group in groupby(trajectories, lambda row: row.prompt_id):
         responses = list(group)
-        end = start + len(responses)
-        ks = ks or [len(responses)]
-        rows.append(response_metrics(responses, ks, weights[start:end]))
-        start = end
+        own = list(islice(votes, len(responses)))
+        rows.append(response_metrics(responses, ks or [len(responses)], own))
     return pd.DataFrame(rows)
 
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from topr.io import atomic, write_text
 
 Row = dict[str, Any]  # counts and, by metric, the mean with its interval
@@ -23,14 +21,17 @@ def cell(name: str, value: Any) -> str:
 
 def table(rows: dict[str, Row]) -> str:
     """Markdown table of labelled rows: counts and metrics."""
-    cells = []
-    for row in rows.values():
-        cells.append({name: cell(name, value) for name, value in row.items()})
-    frame = pd.DataFrame(cells, list(rows)).fillna("")
-    text = f"| | {' | '.join(frame)} |\n" + "|---" * (1 + len(frame.columns)) + "|\n"
-    for line in frame.reset_index().to_numpy():
-        text += f"| {' | '.join(line)} |\n"
+    names = columns(rows)
+    text = f"| | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|\n"
+    for label, row in rows.items():
+        cells = [cell(name, row.get(name, "")) for name in names]
+        text += f"| {' | '.join([label, *cells])} |\n"
     return text
+
+
+def columns(rows: dict[str, Row]) -> list[str]:
+    """The names that any row has, in their order."""
+    return list(dict.fromkeys(name for row in rows.values() for name in row))
 
 
 def write_report(out: Path, results: dict[str, dict[str, Row]]) -> str:
@@ -51,13 +52,15 @@ def draw(path: Path, rows: dict[str, Row]) -> None:
     """Draw shares with their intervals as PNG: a line for each metric of each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 
-    shares = pd.DataFrame(list(rows.values()), list(rows))
-    shares = shares.drop(columns=["problems", "samples", "length"])
-    figure = Figure(figsize=(9, 1 + shares.size / 4), layout="constrained")
+    figure = Figure(layout="constrained")
     panel = figure.subplots()
-    for (name, label), share in shares.unstack().dropna().items():
-        low, high = share["interval"]
-        panel.plot([low, share["mean"], high], [f"{name} of {label}"] * 3, "|-C0")
+    for name in columns(rows):
+        for label, row in rows.items():
+            value = row.get(name)
+            if isinstance(value, dict) and name != "length":
+                low, high = value["interval"]
+                panel.plot([low, value["mean"], high], [f"{name} of {label}"] * 3, "|-C0")
+    figure.set_size_inches(9, 1 + len(panel.lines) / 4)
     panel.set(xlabel="share or its difference, 95% interval")
     panel.invert_yaxis()
     with atomic(path) as temporary:
