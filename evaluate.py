@@ -4,20 +4,17 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 """
 
 import gc
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
-from tqdm import tqdm
 
 from topr.commands import ArgumentParser, command
-from topr.distributed import end_with_parent, gather, rank
+from topr.distributed import end_with_parent, gather, rank, world_size
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, graded_text, read_parts
@@ -47,7 +44,6 @@ class Evaluation:
         critiques: of the verifier, per response.
         out: folder to write.
         seed: of sampling and of the intervals.
-        rows: responses generated side by side; by default as many as fit, at most 512.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
     """
 
@@ -61,7 +57,6 @@ class Evaluation:
     critiques: PositiveInt = 4
     out: Path = Path("results")
     seed: NonNegativeInt = 0
-    rows: PositiveInt | None = None
     devices: PositiveInt | None = None
 
     def run(self) -> None:
@@ -70,37 +65,32 @@ class Evaluation:
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
-        results: dict[str, dict[str, Row]] = {policy: {} for policy in self.policy}
-        rows = {}
-        differences = {}
+        results: dict[str, dict[str, Row]] = {}  # by policy and benchmark
         first: dict[str, pd.DataFrame] = {}  # metrics of the first policy, by benchmark
         trajectories = []
         for (policy, name), job in jobs.items():
-            label = f"{policy}, {name}"
             responses = self.responses(name, job)
             values = self.metrics(name, job, responses)
-            row: Row = {"problems": len(job.problems), "samples": job.samples}
-            rows[label] = row | summarise(values, self.seed)
-            results[policy][name] = rows[label].copy()
-            if name in first:
-                differences[label] = summarise(values - first[name], self.seed)
-                results[policy][name]["difference_to_first"] = differences[label]
+            rows = results.setdefault(policy, {})
+            counts = {"problems": len(job.problems), "samples": job.samples}
+            rows[name] = counts | summarise(values, self.seed)
+            if name in first:  # paired by problem
+                rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
             first.setdefault(name, values)
             for trajectory in responses:
-                trajectory.group = f"{label}, {trajectory.prompt_id}"
+                trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
             trajectories += responses
         if rank() == 0:
             metadata = agreed([job.metadata for job in jobs.values()])
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
-            print(write_report(self.out, results, rows, differences))
-            print(f"wrote results.json, .md, .png and responses.parquet under {self.out}")
+            print(write_report(self.out, results))
+            print(f"results and responses are under {self.out}")
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
         """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""
-        if max(self.k) > self.samples:
-            raise InputError(
-                f"--k {max(self.k)} exceeds --samples {self.samples}; raise the latter"
-            )
+        k = max(self.k, default=1)
+        if k > self.samples:
+            raise InputError(f"--k {k} exceeds --samples {self.samples}; raise the latter")
         check_folder("--out", self.out)
         if self.verifier:
             load_tokenizer(self.verifier)
@@ -124,35 +114,30 @@ class Evaluation:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
         folder = self.out / "responses" / f"{name}-{content_hash(job.metadata)}"
         # what rank 0 found: another rank may look later, when some files are there
-        missing = gather(job.missing_parts(folder))
-        parts = missing[0][rank() :: len(missing)]
+        missing = gather(job.missing_parts(folder))[0]
+        parts = missing[rank() :: world_size()]
         if parts:
-            self.sample(job, parts)
+            gc.collect()  # reference cycles may hold the policy before
+            with own_device():
+                policy = load_policy(job.policy)
+            with torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed"):
+                for path, problems in parts:
+                    trajectories = job.sample(problems, LocalSampler(), policy)
+                    write_trajectories(path, trajectories, job.metadata)
+                    print(f"wrote {path}")
         gather(None)  # wait for the files of all ranks
         return read_parts(folder)
-
-    def sample(self, job: SamplingJob, parts: list[tuple[Any, list]]) -> None:
-        """Sample and write parts of a job."""
-        gc.collect()  # reference cycles may hold the policy before
-        with own_device():
-            policy = load_policy(job.policy)
-        sampler = LocalSampler(self.rows)
-        bfloat16 = torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed")
-        for path, problems in tqdm(parts, job.policy, file=sys.stderr, disable=rank() > 0):
-            with bfloat16:
-                trajectories = job.sample(problems, sampler, policy)
-            write_trajectories(path, trajectories, job.metadata)
 
     def metrics(self, name: str, job: SamplingJob, responses: list[Trajectory]) -> pd.DataFrame:
         """The metrics of each problem."""
         weights = self.weights(name, job.task, responses) if self.verifier else []
         values = per_problem(responses, self.k, weights)
-        correct = []  # by the task's lenient rule, if it has one
+        grades = []  # by the task's lenient rule, if it has one
         for row in responses:
-            grade = job.task.grade_leniently(graded_text(row.response, job.sampling), row.gold)
-            if grade is not None:
-                correct.append(grade.reward > 0)
-        if correct:
+            text = graded_text(row.response, job.sampling)
+            grades.append(job.task.grade_leniently(text, row.gold))
+        if None not in grades:
+            correct = [grade.reward > 0 for grade in grades]  # type: ignore[union-attr]
             values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)
         return values
 
@@ -174,7 +159,9 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE: its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
-    parser.add_argument("--k", nargs="+", type=PositiveInt, help="of pass@k; default: the samples")
+    parser.add_argument(
+        "--k", nargs="+", type=PositiveInt, default=[], help="of pass@k; default: the samples"
+    )
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
     skipped = {"policy", "benchmark", "k", "greedy"}
     parser.add_class_arguments(Evaluation, as_group=False, skip=skipped)
@@ -182,7 +169,6 @@ def main() -> None:
         args = parser.parse_args()
         if args.greedy:
             args.samples = 1
-        args.k = args.k or [args.samples]
         Evaluation(**vars(args)).run()
 
 

@@ -165,6 +165,7 @@ class CLI(LightningCLI):
         if not is_out_of_memory(error):
             raise error
         remedy = f"lower data.microbatch_tokens, now {self.datamodule.microbatch_tokens}"
+        remedy += ", or in sampling model.sampler.init_args.rows"
         return f"out of memory ({reason}): {remedy}, or shard the policy (configs/fsdp.yaml)"
 
 
@@ -176,7 +177,6 @@ def quieten() -> None:
         "exists and is not empty",  # a run that is resumed
         "have no logger configured",  # test and validate print their figures
         "across ranks is zero",  # without data.val
-        "infer the batch indices",  # of predict, which no one asks for
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print
         "no pre-optimization state",  # checkpoints hold the weights after an update

@@ -199,7 +199,7 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
     with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
         measured = [row for row in csv.DictReader(file) if row["speed/tokens_per_s"]]
     figures = {}
-    for key in ("tokens_per_s", "utilisation", "peak_memory_gb"):
+    for key in ("tokens_per_s", "peak_memory_gb"):
         values = [float(row.get(f"speed/{key}", "nan")) for row in measured[2:]]
         figures[key] = float(np.median(values))
     record(model=name, updates=len(measured), **figures)

@@ -81,12 +81,13 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     other = make_policy(command.folder / "other", seed=1, scale=0.5)
     alone, _ = command("alone", policies=[other])
     both, output = command("both", policies=[policy, other])
-    difference = both.pop("difference_to_first")
     assert both == alone  # the same seed, the same responses
+    results = json.loads((command.folder / "both" / "results.json").read_text())
+    difference = results[str(other)]["arithmetic, difference to first"]
     rows = read_trajectories(command.folder / "both" / "responses.parquet")
     assert difference == summarise(per_problem(rows[136:]) - per_problem(rows[:136]))
     assert difference["length"]["mean"] != 0
-    assert cell("length", difference["length"], "+") in output
+    assert cell("length", difference["length"]) in output
 
 
 def test_a_killed_evaluation_resumes(command):
@@ -164,19 +165,19 @@ def test_a_figure_shows_the_interval_of_each_share(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
     high = {"mean": 0.8, "interval": [0.7, 0.9]}
     rows = {"p": {"problems": 3, "pass@1": SHARE, "length": SHARE}}
-    rows["q"] = {"pass@1": high, "ungraded": high}
+    rows["q"] = {"samples": 2, "pass@1": high, "ungraded": high}
     with pytest.raises(FileNotFoundError):  # nothing was written
         draw(tmp_path / "a.png", rows)
     lines = [(*line.get_xdata(), line.get_ydata()[0]) for line in figures[0].axes[0].lines]
-    assert lines[:2] == [(0.125, 0.5, "pass@1 of p"), (0.25, "pass@1 of p")]
-    assert lines[5:] == [(0.8, "ungraded of q")]
+    expected = [(0.125, 0.25, 0.5, "pass@1 of p"), (0.7, 0.8, 0.9, "pass@1 of q")]
+    assert lines == [*expected, (0.7, 0.8, 0.9, "ungraded of q")]
 
 
 @pytest.mark.slow
 def test_two_devices_evaluate_as_one_does(run, policy, problems):
     verifier = ROOT / "data" / "arithmetic" / "verifier" / "base"
     given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--samples", 2]
-    given += ["--rows", 64, "--verifier", verifier, "--critiques", 2]
+    given += ["--verifier", verifier, "--critiques", 2]
     assert run(evaluate.main, *given, "--out", "one")[0] == 0
     command = [sys.executable, ROOT / "evaluate.py", *given, "--out", "two", "--devices", 2]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

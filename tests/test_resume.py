@@ -271,5 +271,5 @@ def test_running_out_of_memory_in_sampling_names_the_key_to_lower(files, run, mo
     code, _, err = run(train.main, *arguments(files))
     error = err.splitlines()[-1]
     assert code == 2
-    assert "out of memory in " in error
-    assert "lower model.sampler.init_args.rows" in error
+    assert "out of memory (" in error
+    assert "in sampling model.sampler.init_args.rows" in error

@@ -9,26 +9,22 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT, listing, make_policy, write
+from conftest import ROOT, listing, write
 from huggingface_hub import ModelCard
 from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import evaluate
 import train
 from topr import losses
 from topr.datamodule import TrajectoryDataModule
 from topr.identity import policy_hash
 from topr.module import PolicyModule
 from topr.policy.model import load_policy
-from topr.sampling.base import Sampler
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 
@@ -108,19 +104,6 @@ def test_tensorboard_shows_every_figure_that_the_glossary_explains(fitted):
         assert f"`{re.sub(r'@[0-9]+', '@k', explained)}`" in glossary.replace("@1", "@k"), name
 
 
-def test_tensorboard_compares_runs_by_their_settings(fitted):
-    _, folder, _ = fitted
-    events = EventAccumulator(str(folder)).Reload()
-    started = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-    settings = HParamsPluginData.FromString(started).session_start_info.hparams
-    assert settings["loss/class_path"].string_value.endswith("TOPR")
-    assert settings["loss/init_args/b_plus"].number_value == 1
-    assert settings["optimizer/init_args/lr"].number_value == 3e-4
-    assert settings["advantage/class_path"].string_value.endswith("Baseline")
-    assert settings["batch_size"].number_value == 8
-    assert "test/pass@1" in events.Tags()["scalars"]
-
-
 def test_a_plain_lightning_trainer_frees_the_policy(setting):
     """A notebook trains several times, without a callback of this project."""
     policy, _ = setting
@@ -187,21 +170,6 @@ def test_a_trial_run_does_everything_once_and_leaves_nothing(run, setting):
     assert listing(run.folder) == before
 
 
-class Silent(Sampler):
-    """Leaves out every response."""
-
-    in_process = True
-
-    def sample(self, policy, prompts, *_):
-        return [[] for _ in prompts]
-
-
-def test_a_sampler_that_leaves_out_everything_is_named(run, setting):
-    more = ["--data.out=sampled", "--model.sampler=test_run.Silent"]
-    code, _, err = run(train.main, "predict", *setting[1], *more)
-    assert code == 2 and "the sampler left out every response" in err
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_validate_and_test_print_their_figures_and_write_nothing(run, setting, split):
     before = listing(run.folder)
@@ -247,31 +215,3 @@ def test_predict_samples_only_what_is_missing(run, setting):
     assert {path: path.read_bytes() for path in Path("sampled").glob("*.parquet")} == whole
     again = listing(run.folder)
     assert [path for path in kept if kept[path] != again[path]] == [str(lost.absolute())]
-
-
-def test_evaluate_writes_results_with_intervals(run, setting):
-    policy, _ = setting
-    problems = run.folder / "problems.jsonl"
-    arguments = ["--benchmark", f"arithmetic={problems}", "--samples", 4, "--out", "results"]
-    code, out, err = run(evaluate.main, "--policy", policy, *arguments)
-    assert code == 0, err
-    results = json.loads((run.folder / "results" / "results.json").read_text())
-    row = results[str(policy)]["arithmetic"]
-    assert (row["problems"], row["samples"]) == (5, 4)
-    trajectories = read_trajectories(run.folder / "results" / "responses.parquet")
-    assert len(trajectories) == 20
-    assert row["pass@1"]["mean"] == pytest.approx(np.mean([t.reward > 0 for t in trajectories]))
-    assert row["invalid"]["mean"] == pytest.approx(np.mean([not t.valid for t in trajectories]))
-    for metric in ("pass@1", "pass@4", "maj@4", "invalid"):
-        low, high = row[metric]["interval"]
-        assert 0 <= low <= row[metric]["mean"] <= high <= 1
-    assert "pass@1" in (run.folder / "results" / "results.md").read_text()
-    other = make_policy(run.folder / "other", seed=1, scale=0.5)
-    code, out, err = run(evaluate.main, "--policy", policy, other, *arguments)
-    assert code == 0, err
-    both = json.loads((run.folder / "results" / "results.json").read_text())
-    assert both[str(policy)]["arithmetic"] == row  # the same seed, the same samples
-    mine, theirs = both[str(policy)]["arithmetic"], both[str(other)]["arithmetic"]
-    difference = theirs["difference_to_first"]["length"]["mean"]
-    assert difference == pytest.approx(theirs["length"]["mean"] - mine["length"]["mean"])
-    assert "Difference to first" in out

@@ -1,16 +1,15 @@
 """TensorBoard's extras: the layout of its first tab, histograms of log-ratios, some responses."""
 
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
-import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from topr.trajectories.file import Trajectory
 
-LAYOUT = Path(__file__).with_name("board.yaml")
 RESPONSES = 8  # shown at each validation
 
 
@@ -18,13 +17,13 @@ class TensorBoardExtras(Callback):
     """Needs a TensorBoardLogger; without one it does nothing."""
 
     def boards(self, trainer: Trainer) -> list[Any]:
-        """The writers of rank 0."""
-        loggers = [log for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
-        return [logger.experiment for logger in loggers] if trainer.is_global_zero else []
+        """TensorBoard's writers; those of ranks beside 0 write nothing."""
+        return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        layout = Path(__file__).with_name("board.yaml").read_text()
         for board in self.boards(trainer):
-            board.add_custom_scalars(yaml.safe_load(LAYOUT.read_text()))
+            board.add_custom_scalars(yaml.safe_load(layout))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -33,11 +32,11 @@ class TensorBoardExtras(Callback):
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or trainer.global_step % every:
             return
-        rows = outputs["rows"]
-        positive = rows["advantage"] >= 0
+        log_ratio = outputs["rows"]["log_ratio"]
+        positive = outputs["rows"]["advantage"] >= 0
+        signs = {"positives": log_ratio[positive], "negatives": log_ratio[~positive]}
         for board in self.boards(trainer):
-            for sign, chosen in (("positives", positive), ("negatives", ~positive)):
-                values = rows["log_ratio"][chosen]
+            for sign, values in signs.items():
                 if len(values):
                     board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step)
 
@@ -58,9 +57,8 @@ class TensorBoardExtras(Callback):
 def as_text(trajectories: list[Trajectory]) -> str:
     """Prompts, responses and rewards as a block of code: Markdown would take a product for
     emphasis."""
-    chosen = np.linspace(0, len(trajectories) - 1, min(RESPONSES, len(trajectories)), dtype=int)
-    lines: list[str] = []
-    for i in chosen:
-        shown = trajectories[i]
-        lines += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n".split("\n")
-    return "".join(f"    {line}\n" for line in lines)
+    text = ""
+    step = max(1, len(trajectories) // RESPONSES)
+    for shown in trajectories[::step][:RESPONSES]:
+        text += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n\n"
+    return indent(text, "    ", lambda line: True)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
 from topr.evaluation import live
-from topr.evaluation.report import table
+from topr.evaluation.report import UNITS, Row, table
 from topr.io import write_text
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
@@ -20,12 +20,8 @@ from topr.policy.sharding import full_state_dict
 CARD = """---
 base_model: {policy}
 library_name: transformers
-pipeline_tag: text-generation
-tags: [topr]
 ---
-# {policy}, trained with {loss}
-
-By the code of Tapered Off-Policy REINFORCE ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286)).
+# {policy}, trained with {loss} ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286))
 """
 
 
@@ -34,33 +30,30 @@ class ExportPolicy(Callback):
     the run's folder. A trial run (fast_dev_run) measures, and writes nothing."""
 
     def __init__(self) -> None:
-        self.before: dict[str, Any] | None = None
+        self.measured: dict[str, Row] = {}  # before and after; empty without data.test
 
     def state_dict(self) -> dict[str, Any]:
-        return {"before": self.before}
+        return self.measured
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.before = state_dict["before"]
+        self.measured = state_dict
 
-    def measure(self, trainer: Trainer, module: PolicyModule) -> dict[str, Any] | None:
-        """Figures on data.test; None without it."""
+    def measure(self, when: str, trainer: Trainer, module: PolicyModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if data is None or data.test is None:
-            return None
-        rank_zero_info("measuring the policy on data.test")
-        batch = data.problem_batch("test", data.samples)
-        return live.summarise(batch, live.sample_and_grade(module, batch))
+        if data.test is not None:
+            rank_zero_info("measuring the policy on data.test")
+            batch = data.problem_batch("test", data.samples)
+            self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self.before is None:
-            self.before = self.measure(trainer, pl_module)
+        if "before" not in self.measured:
+            self.measure("before", trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        after = self.measure(trainer, pl_module)
-        measured: dict[str, Any] = {"before": self.before, "after": after} if after else {}
-        if after:
-            rank_zero_info("\n" + table(measured))
-            log_after(trainer, after)
+        self.measure("after", trainer, pl_module)
+        if self.measured:
+            rank_zero_info("\n" + table(self.measured))
+            log_figures(trainer, self.measured["after"])
         weights = full_state_dict(pl_module.policy)  # of all ranks
         folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
@@ -71,46 +64,45 @@ class ExportPolicy(Callback):
             export_policy(pl_module.policy, folder / "adapter", weights)
             merged = merge_adapter(pl_module.policy.name, folder / "adapter")
             export_policy(merged, folder / "policy")
-        card = model_card(pl_module, measured, folder)
+        card = model_card(pl_module, self.measured, folder / "config.yaml")
         write_text(folder / "policy" / "README.md", card)
-        summary = summarise(trainer, pl_module, measured)
+        summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"policy/ and summary.json are in {folder}")
 
 
-def log_after(trainer: Trainer, after: dict[str, Any]) -> None:
+def log_figures(trainer: Trainer, after: Row) -> None:
     """Log the means after training; in TensorBoard beside the hyperparameters."""
     figures = {f"test/{name}": value["mean"] for name, value in after.items()}
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and logger.hparams:
+        if isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
         else:
             logger.log_metrics(figures, trainer.global_step)
 
 
-def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Any]) -> dict[str, Any]:
+def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) -> dict[str, Any]:
     """The contents of summary.json."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    summary: dict[str, Any] = {"max_abs_log_ratio_at_start": module.max_abs_log_ratio}
-    for when, figures in measured.items():
-        summary[when] = {name: value["mean"] for name, value in figures.items()}
+    summary: dict[str, Any] = {}
+    for when, row in measured.items():
+        summary[when] = {name: value["mean"] for name, value in row.items()}
         summary[when]["problems"] = len(data.read_problems("test"))
         summary[when]["samples"] = data.samples
     summary["steps"] = trainer.global_step
-    if data is not None:
-        summary["trajectories"] = len(data.data.reward)
+    summary["trajectories"] = len(data.data.reward)
+    summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Speed):
-            summary["tokens_per_s"] = callback.tokens_per_second(trainer.world_size)
+            summary["tokens_per_s"] = callback.tokens_per_second
     return summary
 
 
-def model_card(module: PolicyModule, measured: dict[str, Any], folder: Path) -> str:
+def model_card(module: PolicyModule, measured: dict[str, Row], config: Path) -> str:
     """README.md of an exported policy, in the format of the Hugging Face hub."""
     text = CARD.format(policy=module.policy_name, loss=type(module.loss).__name__)
     if measured:
-        text += f"\n{table(measured)}\nPer cent (length: tokens), 95% intervals over problems.\n"
-    config = folder / "config.yaml"
-    if config.exists():
+        text += f"\n{table(measured)}\n{UNITS}\n"
+    if config.exists():  # of a run of train.py
         text += f"\n```yaml\n{config.read_text()}```\n"
     return text

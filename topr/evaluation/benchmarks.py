@@ -29,8 +29,7 @@ def find_benchmark(name: str, file: str) -> tuple[Task, str]:
         return task, file or source
     module, _, kind = name.rpartition(".")
     remedy = f"choose from {', '.join(BENCHMARKS)}, or a task of your own: my_task.Parity=FILE"
-    errors = ImportError, AttributeError, ValueError
-    with explained(f"--benchmark {name!r} is unknown", errors, remedy):
+    with explained(f"--benchmark {name!r} is unknown", remedy=remedy):
         task = getattr(import_module(module), kind)()
     if not file:
         raise InputError(f"--benchmark {name} has no problems of its own; give {name}=FILE")

@@ -63,14 +63,12 @@ def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str
 
 def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:
     """Means and intervals under the names of logged figures."""
-    found: dict[str, float] = {}
+    found = {}
     for name, value in summary.items():
         low, high = value["interval"]
-        found |= {
-            f"{split}/{name}": value["mean"],
-            f"{split}_interval/{name}_low": low,
-            f"{split}_interval/{name}_high": high,
-        }
+        found[f"{split}/{name}"] = value["mean"]
+        found[f"{split}_interval/{name}_low"] = low
+        found[f"{split}_interval/{name}_high"] = high
     return found
 
 
@@ -92,11 +90,10 @@ def sampling_context(module: "PolicyModule") -> Iterator[None]:
         # for the moment
         frozen = [weight for weight in policy.parameters() if not weight.requires_grad]
         policy.requires_grad_(True)
-        training = policy.training
         policy.eval()  # in training, activation checkpointing drops the cache of keys and values
         try:
             yield
         finally:
-            policy.train(training)
+            policy.train()
             for weight in frozen:
                 weight.requires_grad_(False)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from statistics import fmean
 
 import numpy as np
@@ -75,17 +75,15 @@ def per_problem(
 
     Args:
         trajectories: responses, those to one problem one after another.
-        ks: of pass@k and maj@k; by default the smallest number of responses to a problem.
+        ks: of pass@k and maj@k; by default the number of responses to a problem.
         weights: of the votes, one for each response; none by default.
     """
-    problems = [list(rows) for _, rows in groupby(trajectories, lambda row: row.prompt_id)]
-    ks = ks or [min(map(len, problems))]
     rows = []
-    start = 0
-    for responses in problems:
-        end = start + len(responses)
-        rows.append(response_metrics(responses, ks, weights[start:end]))
-        start = end
+    votes = iter(weights)
+    for _, group in groupby(trajectories, lambda row: row.prompt_id):
+        responses = list(group)
+        own = list(islice(votes, len(responses)))
+        rows.append(response_metrics(responses, ks or [len(responses)], own))
     return pd.DataFrame(rows)
 
 
@@ -96,9 +94,9 @@ def summarise(values: pd.DataFrame, seed: int = 0) -> dict[str, dict]:
     `ungraded` is left out where it is 0, which it is for most graders."""
     resamples = np.random.default_rng(seed).integers(len(values), size=(2000, len(values)))
     summaries = {}
-    for name in values:
-        column = values[name].to_numpy()
+    for name, column in values.items():
         if name != "ungraded" or column.any():
-            interval = np.quantile(column[resamples].mean(axis=1), [0.025, 0.975])
-            summaries[name] = {"mean": float(column.mean()), "interval": interval.tolist()}
+            means = column.to_numpy()[resamples].mean(axis=1)
+            interval = np.quantile(means, [0.025, 0.975]).tolist()
+            summaries[name] = {"mean": float(column.mean()), "interval": interval}
     return summaries

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topr.identity import content_hash, grader_hash, provenance
-from topr.io import InputError, first_line, is_out_of_memory
+from topr.io import InputError
 from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
@@ -35,13 +35,7 @@ def sample_and_grade(
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
     prompt_ids = [ids for _, ids in prompts]
-    try:
-        sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = "lower model.sampler.init_args.rows, or --rows of evaluate.py"
-        raise InputError(f"out of memory in sampling ({first_line(error)}); {remedy}") from error
+    sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
     trajectories = []
     for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
         for response_ids, finished in responses:
@@ -79,12 +73,10 @@ def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sa
     _, context = vocabulary_and_context(policy)
     for problem in problems:
         _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
-        if not ids:
-            raise InputError(f"problem {problem.id!r}: the prompt is empty")
         if len(ids) + sampling.max_new_tokens > context:
-            message = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
-            message += f" exceed the policy's context of {context}; lower the latter"
-            raise InputError(f"problem {problem.id!r}: {message}")
+            size = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
+            limit = f"exceed the policy's context of {context}; lower the latter"
+            raise InputError(f"problem {problem.id!r}: {size} {limit}")
 
 
 @dataclass(frozen=True)
@@ -137,12 +129,11 @@ class SamplingJob:
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part is None or not part.exists():
                 missing.append((part, self.problems[start : start + PART]))
-        for path in folder.glob("*.parquet") if folder else []:
-            before = read_metadata(path)
-            changed = [key for key in self.metadata if before[key] != self.metadata[key]]
-            if changed:
-                message = f"{path} holds trajectories of another {', '.join(changed)}"
-                raise InputError(f"{message}; name another folder")
+                continue
+            found = read_metadata(part)
+            if found | self.metadata != found:
+                other = "another policy, task, sampling or set of problems"
+                raise InputError(f"{part} holds trajectories of {other}; name another folder")
         return missing
 
     def sample(

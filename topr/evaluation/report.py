@@ -4,49 +4,44 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from topr.io import atomic, write_text
 
 Row = dict[str, Any]  # counts and, by metric, the mean with its interval
 UNITS = "Per cent (length: tokens) with 95% bootstrap intervals over problems."
 
 
-def cell(name: str, value: Any, sign: str = "") -> str:
+def cell(name: str, value: Any) -> str:
     """A mean with its interval, or a count."""
     if not isinstance(value, dict):
         return str(value)
     scale = 1 if name == "length" else 100
-    low, high = value["interval"]
-    return f"{scale * value['mean']:{sign}.1f} [{scale * low:.1f}, {scale * high:.1f}]"
+    numbers = [scale * number for number in (value["mean"], *value["interval"])]
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*numbers)
 
 
-def table(rows: dict[str, Row], sign: str = "") -> str:
-    """Markdown table of labelled rows: counts and metrics. `sign` is + for differences."""
-    cells = []
-    for row in rows.values():
-        cells.append({name: cell(name, value, sign) for name, value in row.items()})
-    frame = pd.DataFrame(cells, list(rows)).fillna("")
-    text = f"| | {' | '.join(frame)} |\n" + "|---" * (1 + len(frame.columns)) + "|\n"
-    for line in frame.reset_index().to_numpy():
-        text += f"| {' | '.join(line)} |\n"
+def table(rows: dict[str, Row]) -> str:
+    """Markdown table of labelled rows: counts and metrics."""
+    names = columns(rows)
+    text = f"| | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|\n"
+    for label, row in rows.items():
+        cells = [cell(name, row.get(name, "")) for name in names]
+        text += f"| {' | '.join([label, *cells])} |\n"
     return text
 
 
-def write_report(
-    out: Path, results: dict[str, dict], rows: dict[str, Row], differences: dict[str, Row]
-) -> str:
-    """Write results.json, results.md and results.png; returns the text of results.md.
+def columns(rows: dict[str, Row]) -> list[str]:
+    """The names that any row has, in their order."""
+    return list(dict.fromkeys(name for row in rows.values() for name in row))
 
-    Args:
-        out: folder.
-        results: what results.json holds.
-        rows: what is tabulated and drawn, by label.
-        differences: to the first policy, by label.
-    """
+
+def write_report(out: Path, results: dict[str, dict[str, Row]]) -> str:
+    """Write results.json, results.md and results.png from rows by policy and benchmark; returns
+    the text of results.md."""
+    rows = {}
+    for policy, benchmarks in results.items():
+        for benchmark, row in benchmarks.items():
+            rows[f"{policy}, {benchmark}"] = row
     text = f"{table(rows)}\n{UNITS}\n"
-    if differences:
-        text += f"\nDifference to first, paired by problem:\n\n{table(differences, sign='+')}"
     write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
     write_text(out / "results.md", text)
     draw(out / "results.png", rows)
@@ -57,15 +52,16 @@ def draw(path: Path, rows: dict[str, Row]) -> None:
     """Draw shares with their intervals as PNG: a line for each metric of each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 
-    shares = pd.DataFrame(list(rows.values()), list(rows))
-    shares = shares.drop(columns=["problems", "samples", "length"], errors="ignore")
-    figure = Figure(figsize=(9, 1 + shares.size / 4), layout="constrained")
+    figure = Figure(layout="constrained")
     panel = figure.subplots()
-    for (name, label), share in shares.unstack().dropna().items():
-        place = f"{name} of {label}"
-        panel.plot(share["interval"], [place, place], "|-C0")
-        panel.plot(share["mean"], place, "oC0")
-    panel.set(xlabel="share, 95% interval")
+    for name in columns(rows):
+        for label, row in rows.items():
+            value = row.get(name)
+            if isinstance(value, dict) and name != "length":
+                low, high = value["interval"]
+                panel.plot([low, value["mean"], high], [f"{name} of {label}"] * 3, "|-C0")
+    figure.set_size_inches(9, 1 + len(panel.lines) / 4)
+    panel.set(xlabel="share or its difference, 95% interval")
     panel.invert_yaxis()
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png")
