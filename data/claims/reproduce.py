@@ -119,13 +119,10 @@ def draw(path: Path, values: pd.DataFrame) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_function_arguments(reproduce, as_group=False)
-    quick = {
-        "dest": "regime",
-        "const": "quick",
-        "default": "standard",
-        "help": "minutes, no evidence",
-    }
-    parser.add_argument("--quick", action="store_const", **quick)
+    text = "minutes, no evidence"
+    parser.add_argument(
+        "--quick", dest="regime", action="store_const", const="quick", default="standard", help=text
+    )
     with command():
         reproduce(**vars(parser.parse_args()))
 
