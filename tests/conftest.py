@@ -238,7 +238,7 @@ def listing(folder: Path) -> dict[str, tuple]:
         for path in folder.rglob("*")
         if path.is_symlink() or not path.is_dir() and path.name != ".lock"
     ]
-    return {str(path): (path.lstat().st_ino, path.lstat().st_size) for path in files}
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in files}
 
 
 def rejected(run, words: str, *arguments, main=train.main) -> str:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import jsonargparse
 
-from topr.io import InputError
+from topr.io import InputError, first_line, is_out_of_memory
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -50,6 +50,10 @@ def command() -> Iterator[None]:
         if error.errno not in FULL_DISK:
             raise
         message = f"the disk is full ({error.filename}): make room and start again"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"out of memory ({first_line(error)}); take a smaller policy or another device"
     else:
         return
     sentence = printable(" ".join(message.split()), limit=450)  # it may quote the input

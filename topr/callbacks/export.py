@@ -40,7 +40,7 @@ class ExportPolicy(Callback):
 
     def measure(self, when: str, trainer: Trainer, module: PolicyModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if data.test is not None:
+        if data is not None and data.test is not None:
             rank_zero_info("measuring the policy on data.test")
             batch = data.problem_batch("test", data.samples)
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
@@ -90,7 +90,8 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) 
         summary[when]["problems"] = len(data.read_problems("test"))
         summary[when]["samples"] = data.samples
     summary["steps"] = trainer.global_step
-    summary["trajectories"] = len(data.data.reward)
+    if data is not None:
+        summary["trajectories"] = len(data.data.reward)
     summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Speed):

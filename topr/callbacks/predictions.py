@@ -4,28 +4,32 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from topr.datamodule import PredictionBatch
 from topr.distributed import gather
 from topr.trajectories.file import Trajectory, write_trajectories
 
 
-class PredictionWriter(Callback):
+class PredictionWriter(BasePredictionWriter):
     """Writes the trajectories of each batch to the file that the batch names, if any. A trial run
     (fast_dev_run) writes nothing."""
 
-    def on_predict_batch_end(
+    def __init__(self) -> None:
+        super().__init__(write_interval="batch")
+
+    def write_on_batch_end(
         self,
         trainer: Any,
         pl_module: Any,
-        outputs: list[Trajectory],
+        prediction: list[Trajectory],
+        batch_indices: Any,
         batch: PredictionBatch,
         batch_idx: int,
-        dataloader_idx: int = 0,
+        dataloader_idx: int,
     ) -> None:
-        if batch.path is not None and outputs and not trainer.fast_dev_run:
-            write_trajectories(batch.path, outputs, batch.job.metadata)
+        if batch.path is not None and prediction and not trainer.fast_dev_run:
+            write_trajectories(batch.path, prediction, batch.job.metadata)
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what the folder of trajectories now holds."""

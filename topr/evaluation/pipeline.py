@@ -30,7 +30,7 @@ def sample_and_grade(
 ) -> list[Trajectory]:
     """n graded responses to each problem, in the problems' order, with empty `ref_logprobs`.
 
-    A server may return fewer. For `seed` and `numbers` see `Sampler.sample`.
+    For `seed` and `numbers` see `Sampler.sample`.
     """
     tokenizer = policy.tokenizer
     prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
@@ -129,11 +129,11 @@ class SamplingJob:
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part is None or not part.exists():
                 missing.append((part, self.problems[start : start + PART]))
-                continue
-            found = read_metadata(part)
+        for path in folder.glob("*.parquet") if folder else []:
+            found = read_metadata(path)
             if found | self.metadata != found:
                 other = "another policy, task, sampling or set of problems"
-                raise InputError(f"{part} holds trajectories of {other}; name another folder")
+                raise InputError(f"{path} holds trajectories of {other}; name another folder")
         return missing
 
     def sample(
@@ -145,8 +145,7 @@ class SamplingJob:
     ) -> list[Trajectory]:
         """Graded responses with log mu to these problems, which are neighbours in the job.
 
-        The responses do not depend on which problems are sampled together. There are none if the
-        sampler, a server, dropped all of them.
+        The responses do not depend on which problems are sampled together.
         """
         start = self.problems.index(problems[0])
         trajectories = sample_and_grade(
@@ -159,8 +158,7 @@ class SamplingJob:
             self.seed,
             numbers=range(start, start + len(problems)),
         )
-        if trajectories:
-            add_log_probs(policy, trajectories, microbatch_tokens)
+        add_log_probs(policy, trajectories, microbatch_tokens)
         return trajectories
 
 
