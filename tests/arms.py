@@ -180,7 +180,7 @@ def load(args: argparse.Namespace) -> None:
     loader = data.train_dataloader()
     updates = timed("load_s", list, islice(loader, 100))
     took["trajectories"] = len(data.data.reward)
-    took["loaded"] = sum(update.divisor for update in updates)
+    took["loaded"] = sum(update.trajectories for update in updates)
     took["microbatches"] = sum(len(update.micro_batches) for update in updates)
     print(json.dumps(took | {"memory": resident("RssAnon") - start}))
 

@@ -57,7 +57,7 @@ def test_updates_do_not_depend_on_ranks_or_micro_batches(files, batching, ranks,
             update = updates[number]
             parts += update.micro_batches
             assert len(parts) == (rank + 1) * len(update.micro_batches)  # equally many
-            assert update.divisor == len(batch) / data.unit
+            assert update.trajectories == len(batch)
         trajectory = np.concatenate([part.trajectory_B for part in parts])
         real = np.concatenate([part.real_B for part in parts])
         assert sorted(trajectory[real > 0]) == sorted(batch)

@@ -206,7 +206,7 @@ def test_conversations_several_epochs_clipping_and_a_schedule(run, whole_groups)
     rows = several + one_turn
     batches = [[rows[i] for i in numbers_of(update)] for update in updates]
     assert max(len(update.micro_batches) for update in updates) > 1
-    assert [update.divisor for update in updates] == [len(batch) for batch in batches]
+    assert [update.trajectories for update in updates] == [len(batch) for batch in batches]
     assert sorted(sum(map(numbers_of, updates), [])) == sorted([*range(len(rows))] * 3)
     rates = [80 * (1 - step / 9) for step in range(len(updates))]
     limits = LIMITS["topr"]
@@ -227,7 +227,7 @@ def test_dpo_learns_from_pairs_of_a_group(run, microbatch_tokens):
     (update,) = updates
     assert (len(update.micro_batches) == 1) == (microbatch_tokens == 10_000)
     chosen = numbers_of(update)
-    assert update.divisor == len(chosen) / 2 == len(set(chosen)) / 2 > 3
+    assert update.trajectories == len(chosen) == len(set(chosen)) > 6
     batch = [trajectories[i] for i in chosen]
     assert_ascent(policy, folder, [batch], [8], dpo_objective)
 

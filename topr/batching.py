@@ -73,7 +73,10 @@ class Tokens(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A part of a rank's share of an update, small enough for one forward and backward."""
+    """A part of a rank's share of an update, small enough for one forward and backward.
+
+    Lightning moves named tuples to the device field by field, and `Tokens` by its `to`.
+    """
 
     tokens: Tokens
     ref_log_probs_N: Tensor  # log mu
@@ -88,7 +91,7 @@ class Update(NamedTuple):
     """A rank's share of one update: what `training_step` gets as its batch."""
 
     micro_batches: list[MicroBatch]  # equally many on every rank
-    divisor: int  # trajectories (or pairs) of the whole update, over all ranks
+    trajectories: int  # of the whole update, over all ranks
 
 
 def epoch_plan(

@@ -91,7 +91,7 @@ class Updates(Dataset):
                 micro_batches.append(self.micro_batch(batch[row], real=True))
             else:  # the ranks of a sharded policy need each other in every forward
                 micro_batches.append(self.micro_batch(batch[rows[0][-self.unit :]], real=False))
-        return Update(micro_batches, len(batch) // self.unit)
+        return Update(micro_batches, len(batch))
 
     def micro_batch(self, chosen: np.ndarray, real: bool) -> MicroBatch:
         """The trajectories of these numbers, in one row of tokens."""
@@ -121,17 +121,18 @@ class UpdateLoader:
     updates that were taken, in every checkpoint. Not a DataLoader: Lightning would shard it.
     """
 
-    def __init__(self, module: "TrajectoryDataModule", epoch: int, padded: bool):
-        self.module = module
-        self.data = module.data
+    def __init__(self, datamodule: "TrajectoryDataModule", epoch: int, padded: bool):
+        self.datamodule = datamodule
+        self.data = datamodule.data
         self.epoch = epoch
         self.padded = padded
         self.start = 0  # updates to skip, after a resumption
         self.taken = 0  # updates of this epoch
-        self.length = len(module.plan(epoch).batches)
+        self.length = len(datamodule.plan(epoch).batches)
 
     @property
     def sampler(self) -> "UpdateLoader":
+        """Where Lightning looks for `set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -139,7 +140,7 @@ class UpdateLoader:
             return
         self.epoch = epoch
         self.start = 0
-        if len(self.module.plan(epoch).batches) != self.length:  # which Lightning has read
+        if len(self.datamodule.plan(epoch).batches) != self.length:  # which Lightning has read
             remedy = "set Trainer(reload_dataloaders_every_n_epochs=1)"
             raise InputError(f"epochs of these groups differ in their number of updates; {remedy}")
 
@@ -154,9 +155,13 @@ class UpdateLoader:
         return self.length
 
     def __iter__(self) -> Iterator[Update]:
-        module = self.module
+        datamodule = self.datamodule
         updates = Updates(
-            self.data, module.plan(self.epoch), module.microbatch_tokens, module.unit, self.padded
+            self.data,
+            datamodule.plan(self.epoch),
+            datamodule.microbatch_tokens,
+            datamodule.unit,
+            self.padded,
         )
         self.taken = self.start
         self.start = 0
@@ -164,7 +169,7 @@ class UpdateLoader:
             updates,
             batch_size=None,
             sampler=range(self.taken, len(updates)),
-            num_workers=module.num_workers,
+            num_workers=datamodule.num_workers,
             # a DataLoader draws a seed; the global generator must not notice
             generator=torch.Generator(),
         )
@@ -181,9 +186,9 @@ class TrajectoryDataModule(LightningDataModule):
         task: reads the problems.
         batching: what must lie in one batch; see `batching.epoch_plan`. The loss states it.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
-        val: problems for validation, JSON lines.
-        test: problems for `test`, and for the figures before and after training, JSON lines.
-        problems: problems that `predict` samples, JSON lines.
+        val: problems for validation, likewise.
+        test: problems for `test`, and for the figures before and after training, likewise.
+        problems: problems that `predict` samples: JSON lines, Parquet or a hub data set.
         advantage: computes advantages from rewards, see `topr.advantages`; by default A = R.
         samples: responses per problem for `predict` and `test`.
         val_samples: responses per problem for validation.
@@ -300,6 +305,7 @@ class TrajectoryDataModule(LightningDataModule):
         epoch, padded = 0, False
         if self.trainer is not None:
             epoch = self.trainer.current_epoch
+            # it decides how many trajectories fit into a row
             padded = self.trainer.lightning_module.policy.padded
         return UpdateLoader(self, epoch, padded)
 

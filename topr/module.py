@@ -151,13 +151,13 @@ class PolicyModule(LightningModule):
             last = number + 1 == len(update.micro_batches)
             with nullcontext() if last else self.no_reduction():
                 log_probs_N = self.policy.log_probs(part.tokens)
-                log_probs_N.retain_grad()
+                log_probs_N.retain_grad()  # for the share of positives in it
                 output = self.loss(
                     log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
                 )
                 # The one place that reduces: the sum over trajectories is divided by their number
                 # in the whole update. The strategy averages over ranks, which is cancelled here.
-                scale_B = part.real_B * (self.trainer.world_size / update.divisor)
+                scale_B = part.real_B * (self.trainer.world_size / update.trajectories)
                 self.manual_backward((output.loss_B * scale_B).sum())
             assert log_probs_N.grad is not None
             columns.append(columns_of(part, output, log_probs_N.grad))
@@ -176,8 +176,9 @@ class PolicyModule(LightningModule):
         return {"rows": rows}
 
     def no_reduction(self) -> AbstractContextManager:
-        """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one.
-        FSDP2 reduces each time, because whole gradients would take the memory that it saves."""
+        """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one,
+        in its backward, as `manual_backward` prepares it. FSDP2 reduces each time, because whole
+        gradients would take the memory that it saves."""
         model = self.trainer.strategy.model
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
@@ -241,12 +242,13 @@ class PolicyModule(LightningModule):
             logger.log_metrics(figures, self.global_step)
 
     def on_fit_start(self) -> None:
-        """Lift the limits of the run until Lightning has started it: it would skip a resumed one
-        that has made its last update, but may still have to be validated and exported."""
+        """Lift the limits of a resumed run until Lightning has started it: it would skip one that
+        has made its last update, but may still have to be validated and exported."""
         loop = self.trainer.fit_loop
         self.limits = (loop.max_epochs, loop.max_steps)
-        loop.max_epochs = -1
-        loop.epoch_loop.max_steps = -1
+        if self.trainer.ckpt_path:
+            loop.max_epochs = -1
+            loop.epoch_loop.max_steps = -1
 
     def on_train_start(self) -> None:
         loop = self.trainer.fit_loop

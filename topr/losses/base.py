@@ -20,7 +20,7 @@ from topr.settings import Configurable
 class LossOutput(NamedTuple):
     """Loss and statistics of each trajectory. Only `loss_B` has a gradient."""
 
-    loss_B: Tensor  # the caller divides the sum by the trajectories (or pairs) of the global batch
+    loss_B: Tensor  # the caller divides the sum by the trajectories of the global batch
     objective_B: Tensor  # what is maximised, before any division by T; for TOPR A rho(pi/mu)
     log_ratio_B: Tensor  # h
     weight_B: Tensor  # what multiplies A grad log pi; of token ratios the mean
@@ -44,8 +44,8 @@ class Loss(Configurable, ABC):
         """The losses of B trajectories.
 
         Args:
-            log_probs_N: log pi of each response token, differentiable.
-            ref_log_probs_N: log mu of each response token, as stored.
+            log_probs_N: log pi of each sampled token, differentiable.
+            ref_log_probs_N: log mu of each sampled token, as stored.
             length_B: T, integers that sum to N.
             advantage_B: A; see `topr.advantages`.
         """
@@ -84,3 +84,5 @@ def check_output(loss: Loss) -> None:
     for name, value in output._asdict().items():
         if getattr(value, "shape", None) != length_B.shape:
             raise InputError(f"{expected} with one value per trajectory in {name}")
+        if value.requires_grad != (name == "loss_B"):
+            raise InputError(f"{expected} in which loss_B alone has a gradient; see {name}")

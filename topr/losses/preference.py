@@ -20,8 +20,7 @@ class PreferenceLoss(Loss):
 class DPO(PreferenceLoss):
     """-log sigmoid(beta (h+ - h-)) on pairs of a positive and a negative (arXiv:2305.18290).
 
-    Each trajectory of a pair holds half of the pair's loss. The divisor is the number of pairs in
-    the global batch.
+    Each trajectory of a pair holds the pair's loss, so that the mean is that over pairs.
     """
 
     batching = "pairs"
@@ -30,7 +29,7 @@ class DPO(PreferenceLoss):
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
         positive, negative = log_ratio_B.view(-1, 2).unbind(dim=1)
         margin_B = (self.beta * (positive - negative)).repeat_interleave(2)
-        loss_B = -F.logsigmoid(margin_B) / 2
+        loss_B = -F.logsigmoid(margin_B)
         weight_B = self.beta * (-margin_B).sigmoid()
         return whole_response_output(loss_B, log_ratio_B, weight_B)
 
