@@ -11,8 +11,8 @@ from torch.nn.attention import varlen
 
 from topr.batching import pack
 from topr.io import InputError
-from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer
-from topr.policy.logprobs import CHUNK_LOGITS, TokenLogProbs, padded_hidden_states, token_log_probs
+from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer, logprobs
+from topr.policy.logprobs import TokenLogProbs, padded_hidden_states, token_log_probs
 from topr.policy.model import check_forward
 from topr.policy.shared_prompts import Spans, attend
 
@@ -168,10 +168,16 @@ def test_a_model_that_scales_its_logits_is_rejected():
         check_forward(policy)
 
 
+def small_chunks(monkeypatch):
+    """Chunks of 64 positions."""
+    monkeypatch.setitem(logprobs.POSITIONS, "cpu", 64)
+    monkeypatch.setattr(logprobs, "FEW_LOGITS", 0)
+
+
 @pytest.mark.parametrize("positions", [1, 63, 64, 65, 128, 150])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_chunked_head_equals_the_naive_one(monkeypatch, positions, softcap):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 0)  # chunks of 64
+    small_chunks(monkeypatch)
     torch.manual_seed(0)
     hidden = torch.randn(positions, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 12, dtype=torch.float64, requires_grad=True)
@@ -208,7 +214,7 @@ def test_micro_batches_add_their_gradients():
 
 
 def test_autocast_leaves_the_projection_in_float32(policy, monkeypatch):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 0)  # with a chunk that is computed again
+    small_chunks(monkeypatch)  # with one that is computed again
     policy = load_policy(str(policy))
     torch.manual_seed(0)
     hidden = torch.randn(100, 16, requires_grad=True)

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from topr.batching import Tokens, seen_by
 
-# Logits that exist at once: 350 positions of a 128k vocabulary on a CPU, 2,000 on a GPU.
-CHUNK_LOGITS = {"cpu": 45_000_000, "cuda": 2**28}
+POSITIONS = {"cpu": 350, "cuda": 2048}  # whose logits exist at once
+FEW_LOGITS = 2**22  # so many exist in any case
 
 
 def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class TokenLogProbs(torch.autograd.Function):
 
 def position_chunks(positions: int, weight_VD: Tensor) -> list[slice]:
     """Equal chunks of positions. The first one can be smaller: the last one is not recomputed."""
-    size = max(64, CHUNK_LOGITS[weight_VD.device.type] // len(weight_VD))
+    size = max(POSITIONS[weight_VD.device.type], FEW_LOGITS // len(weight_VD))
     edges = [0, *range(positions % size or size, positions, size), positions]
     return [slice(start, end) for start, end in pairwise(edges)]
 
