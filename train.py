@@ -29,7 +29,7 @@ from topr.io import InputError, explained, first_line, is_out_of_memory, lock, w
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 
-# of a run; others are bugs, and keep their traceback
+# of a run, which may have a sentence for the user; others are bugs, and keep their traceback
 ERRORS = (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException)
 DEFAULTS = {
     "max_epochs": 1,
@@ -78,7 +78,8 @@ class CLI(LightningCLI):
             super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would lay the hyper-parameters of the checkpoint over what the user wrote."""
+        """Do nothing: Lightning would lay the checkpoint's hyper-parameters over what the user
+        wrote."""
 
     def before_instantiate_classes(self) -> None:
         """Decide the run's folder and the checkpoint that it resumes."""
@@ -93,8 +94,11 @@ class CLI(LightningCLI):
         if checkpoint == "last":
             checkpoint = run.resume()
             config.ckpt_path = checkpoint and str(checkpoint)
-            nothing = f"no complete checkpoint under {run.root}: starting afresh"
-            rank_zero_only(print)(f"resuming {checkpoint}" if checkpoint else nothing)
+            nothing = f"no complete checkpoint under {run.root}"
+            if checkpoint is None and self.subcommand != "fit":
+                raise InputError(f"--ckpt_path last: {nothing}; train first, or name another")
+            message = f"resuming {checkpoint}" if checkpoint else f"{nothing}: starting afresh"
+            rank_zero_only(print)(message)
         elif checkpoint and updates(Path(checkpoint)) is None:
             raise InputError(f"--ckpt_path: {checkpoint} is incomplete or not a checkpoint")
         if self.subcommand != "fit":  # no run's folder, which would stay empty
@@ -145,11 +149,12 @@ class CLI(LightningCLI):
             write_text(folder / "config.yaml", self.yaml)
         try:
             super()._run_subcommand(subcommand)
-        except ERRORS as error:
-            message = self._explain(error)
+        except Exception as error:
             if folder and is_new and trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise InputError(message) from error
+            if isinstance(error, ERRORS):
+                raise InputError(self._explain(error)) from error
+            raise
 
     def _explain(self, error: BaseException) -> str:
         """One sentence for an error of a run; an error of unknown cause is raised again."""
@@ -175,7 +180,6 @@ def quieten() -> None:
         "LeafSpec",  # between Lightning and torch
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
-        "have no logger configured",  # test and validate print their figures
         "across ranks is zero",  # without data.val
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print

@@ -27,6 +27,7 @@ DECISIVE = [
     "data.batch_size",
     "data.whole_groups",
     "seed_everything",
+    "trainer.precision",
 ]
 FOLDER_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # which write to save_dir/name/version
 UNNAMED = (None, "lightning_logs")
