@@ -1,4 +1,5 @@
-"""What a user may leave out: files of predictions, export, TensorBoard's extras, speed, signals."""
+"""Files of predictions, which every trainer gets; and what a user may leave out: export,
+TensorBoard's extras, speed, signals."""
 
 from topr import lazy
 

@@ -38,7 +38,7 @@ class TensorBoardExtras(Callback):
         for board in self.boards(trainer):
             for sign, values in signs.items():
                 if len(values):
-                    board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step)
+                    board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step - 1)
 
     def on_validation_batch_end(
         self,
