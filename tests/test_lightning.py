@@ -23,6 +23,7 @@ from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.policy.model import LoRA, load_policy
+from topr.runs import wandb_id
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Arithmetic
 from topr.trajectories import Trajectory, read_trajectories
@@ -438,7 +439,7 @@ def test_a_run_has_one_folder_and_resumes_exactly_whatever_its_logger(fit, logge
         assert curves(folder) == curves(whole)
     if "Wandb" in str(LOGGERS[logger]):
         ids = [
-            {path.name.split("-")[-1] for path in run.glob("wandb/*run-*")}
+            {wandb_id(path) for path in run.glob("wandb/*run-*")}
             for run in (whole, folder)
         ]
         assert len(ids[0]) == len(ids[1]) == 1 and ids[0] != ids[1]

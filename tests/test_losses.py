@@ -160,6 +160,9 @@ def test_an_advantage_of_zero_is_that_of_a_positive():
     assert output.weight_B.item() == 1
 
 
+TRAINED = torch.zeros(2, requires_grad=True)
+
+
 class Wrong(TOPR):
     """A loss that a user has got wrong."""
 
@@ -176,7 +179,9 @@ class Wrong(TOPR):
     [
         (torch.zeros(2), "not Tensor"),
         (LossOutput(torch.zeros(()), *[torch.zeros(2)] * 4), "in loss_B"),
-        (LossOutput(*[torch.zeros(2)] * 4, None), "in truncated_B"),
+        (LossOutput(TRAINED, *[torch.zeros(2)] * 3, None), "in truncated_B"),
+        (LossOutput(*[torch.zeros(2)] * 5), "see loss_B"),
+        (LossOutput(TRAINED, TRAINED, *[torch.zeros(2)] * 3), "see objective_B"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused(result, message):
@@ -185,7 +190,7 @@ def test_a_loss_that_returns_something_else_is_refused(result, message):
 
 
 def test_the_output_of_a_right_loss_is_accepted():
-    check_output(Wrong(LossOutput(torch.zeros(2, requires_grad=True), *[torch.zeros(2)] * 4)))
+    check_output(Wrong(LossOutput(TRAINED, *[torch.zeros(2)] * 4)))
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])

@@ -78,9 +78,9 @@ class Run:
             if kind == "TensorBoardLogger":
                 # it drops what was logged after the checkpoint
                 logger.dict_kwargs = {"purge_step": self.updates}
-            for earlier in sorted(self.folder.glob("wandb/*run-*")):  # named run-DATE-ID
-                if kind == "WandbLogger":
-                    arguments.version = earlier.name.rpartition("-")[2]
+            if kind == "WandbLogger":
+                for earlier in self.folder.glob("wandb/*run-*"):
+                    arguments.version = wandb_id(earlier)
 
     def keep_rows(self, loggers: list[Any]) -> None:
         """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
@@ -146,6 +146,11 @@ def loggers_of(trainer: Any) -> list[Any]:
 def versions(root: Path) -> list[int]:
     """The numbers of the runs under a name, in ascending order."""
     return sorted(number_of(path) for path in root.glob("version_*") if path.name[8:].isdigit())
+
+
+def wandb_id(folder: Path) -> str:
+    """The run of a folder of W&B: run-DATE-ID, or run-DATE-ID-1 if started in the same second."""
+    return folder.name.partition("run-")[2].split("-")[1]
 
 
 def number_of(version: Path) -> int:
