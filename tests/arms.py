@@ -119,8 +119,7 @@ def ours(args: argparse.Namespace) -> None:
         callbacks=[Epochs()],
     )
     policy = str(args.folder / "policy")
-    compiled = args.arm == "compiled"
-    module = PolicyModule(policy, Arithmetic(), TOPR(), optimizer, compile=compiled, threads=1)
+    module = PolicyModule(policy, Arithmetic(), TOPR(), optimizer, threads=1)
     trainer.fit(module, trajectories(args))
 
 
@@ -187,7 +186,7 @@ def load(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arms = {"ours": ours, "compiled": ours, "sampler": sample, "generate": sample, "load": load}
+    arms = {"ours": ours, "sampler": sample, "generate": sample, "load": load}
     parser.add_argument("arm", choices=arms)
     parser.add_argument("folder", type=Path, help="made by benchmark.py")
     what = "trajectories of an update; rows of a sampler"

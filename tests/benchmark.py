@@ -276,8 +276,6 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
         how = [folder, "--batch-size", batch_size, "--epochs", args.rounds + 1]
         rows = ["--microbatch-tokens", row]
         commands = {"ours": [sys.executable, HERE / "arms.py", "ours", *how, *rows]}
-        if args.compile:
-            commands["compiled"] = [sys.executable, HERE / "arms.py", "compiled", *how, *rows]
         if args.old:
             commands["old"] = [sys.executable, args.old / "tests/arms.py", "ours", *how, *rows]
         for peer in filter(None, args.peers.split(",")):
@@ -330,7 +328,6 @@ def main() -> None:
     peers = "name@8: 8 trajectories a forward, TRL's default; kto+ref: reference scored before"
     parser.add_argument("--peers", default="kto,kto@8,dpo,dpo@8,grpo,sft", help=peers)
     parser.add_argument("--old", type=Path, help="another checkout, which is trained as well")
-    parser.add_argument("--compile", action="store_true", help="and ours with model.compile")
     parser.add_argument("--python", default=sys.executable, help="Python that has the peers")
     parser.add_argument("--rounds", type=int, default=3)
     sizes = "trajectories of the data path"

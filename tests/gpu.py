@@ -79,7 +79,7 @@ def attention(folder: Path, small: bool) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     from topr.batching import pack
-    from topr.policy.shared_prompts import Spans, attend
+    from topr.policy.shared_prompts import attend
 
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     scale, width = (1, 16) if small else (20, 128)
@@ -105,7 +105,7 @@ def attention(folder: Path, small: bool) -> None:
             """The result and the gradients of queries, keys and values."""
             given = [x.to(kind).requires_grad_() for x in (query, *key_value)]  # noqa: B023
             if ours:
-                spans = Spans(tokens.spans)
+                spans = tokens.spans
                 with torch.autocast(DEVICE.type, torch.bfloat16, enabled=kind == torch.bfloat16):
                     out, _ = attend(None, *given, None, width**-0.5, spans, window)  # noqa: B023
                 out = out.transpose(1, 2)
@@ -150,7 +150,7 @@ def make_trajectories(path: Path, count: int, length: int, vocabulary: int) -> N
     write_trajectories(path, rows, {})
 
 
-def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -> None:
+def train(folder: Path, small: bool, name: str, sharded=False) -> None:
     """Training in bf16-mixed: the median of all updates but the first two."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
@@ -189,7 +189,6 @@ def train(folder: Path, small: bool, name: str, compiled=False, sharded=False) -
         TOPR(),
         partial(optimizer, lr=1e-6),
         lora=LoRA() if large and scarce else None,
-        compile=compiled,
         activation_checkpointing=large,
     )
     tokens = 500 if small else 8192
@@ -230,7 +229,6 @@ PARTS = {
     "tests": tests,
     "attention": attention,
     "1B": partial(train, name="1B"),
-    "compiled": partial(train, name="1B", compiled=True),
     "sharded": partial(train, name="1B", sharded=True),
     "8B": partial(train, name="8B"),
     "sample": sample,

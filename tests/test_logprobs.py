@@ -14,7 +14,7 @@ from topr.io import InputError
 from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer, logprobs
 from topr.policy.logprobs import TokenLogProbs, padded_hidden_states, token_log_probs
 from topr.policy.model import check_forward
-from topr.policy.shared_prompts import Spans, attend
+from topr.policy.shared_prompts import attend
 
 SMALL = {
     "vocab_size": 20,
@@ -231,8 +231,8 @@ def test_autocast_leaves_the_projection_in_float32(policy, monkeypatch):
 
 
 def test_autocast_leaves_attention_over_spans_in_float32():
-    spans = Spans(pack(*sequences()).spans)
-    length = spans.spans[-1][1]
+    spans = pack(*sequences()).spans
+    length = spans[-1][1]
     torch.manual_seed(0)
     given = [torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
     exact, _ = attend(None, *given, None, scaling=0.3, spans=spans)
@@ -285,7 +285,7 @@ def test_flash_attention_over_sequences_attends_as_the_row_does(monkeypatch, win
         for heads in (6, 3, 3)
     ]
     query, key, value = given
-    row, _ = attend(None, *given, None, scaling=0.3, sliding_window=window, spans=Spans(spans))
+    row, _ = attend(None, *given, None, scaling=0.3, sliding_window=window, spans=spans)
     found = flash.attention(query[0] * 0.3, key[0], value[0], spans, window)[None]
     torch.testing.assert_close(found, row, rtol=0, atol=1e-12)
     mine = gradients(found, given)

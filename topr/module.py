@@ -43,8 +43,6 @@ class PolicyModule(LightningModule):
         gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
         activation_checkpointing: recompute activations in the backward instead of keeping them:
             less memory, a third more time.
-        compile: compile the parts of decoder layers for training with `torch.compile`: half a
-            minute at first, then less time.
         threads: CPU threads of torch; a tiny model is fastest with 1. None: torch's choice.
         lr_scheduler: a torch scheduler that needs no metric, or `topr.optim.Schedule`, stepped
             after each update.
@@ -62,7 +60,6 @@ class PolicyModule(LightningModule):
         lora: LoRA | None = None,
         gradient_clip_val: NonNegativeFloat | None = 1.0,
         activation_checkpointing: bool = False,
-        compile: bool = False,
         threads: PositiveInt | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
     ):
@@ -77,7 +74,6 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.gradient_clip_val = gradient_clip_val
         self.activation_checkpointing = activation_checkpointing
-        self.compiled = compile
         self.lr_scheduler = lr_scheduler
         self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
@@ -115,10 +111,6 @@ class PolicyModule(LightningModule):
             mesh = mesh["data_parallel"]
             self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16)
         self.policy.train()
-        if self.compiled and self._trainer is not None and self.trainer.state.fn == "fit":
-            from topr.policy.compiling import compile_layers
-
-            compile_layers(self.policy)
         if bfloat16 and torch.cuda.is_available():
             # the head's float32 products in TF32: 8 times as precise as bfloat16, and fast
             torch.set_float32_matmul_precision("high")

@@ -28,16 +28,6 @@ STEP = 32  # a larger one wastes time on pads, a smaller one on calls
 MASKED = -1e30  # not -inf: a pad that sees no key would get weights of NaN
 
 
-class Spans:
-    """The spans of a row, as an object that `torch.compile` does not look into.
-
-    With a tuple it would compile each layer again for each number of spans.
-    """
-
-    def __init__(self, spans: tuple[Span, ...]):
-        self.spans = spans
-
-
 def hidden_states(model: Any, tokens: Tokens) -> Tensor:
     """Hidden states that predict the sampled tokens, [N, D]."""
     # models pass a mask of four dimensions on unchanged
@@ -46,7 +36,7 @@ def hidden_states(model: Any, tokens: Tokens) -> Tensor:
         input_ids=tokens.input_ids_L[None],
         position_ids=tokens.position_ids_L[None],
         attention_mask=empty_mask,
-        spans=Spans(tokens.spans),
+        spans=tokens.spans,
         use_cache=False,
     )
     return output.last_hidden_state[0].index_select(0, tokens.position_N)
@@ -105,7 +95,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    spans: Spans | None = None,
+    spans: tuple[Span, ...] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -139,8 +129,8 @@ def attend(
         from topr.policy import flash
 
         if flash.takes(query):
-            return flash.attention(*rows, spans.spans, sliding_window)[None], None
-    return span_attention(*rows, spans.spans, sliding_window)[None], None
+            return flash.attention(*rows, spans, sliding_window)[None], None
+    return span_attention(*rows, spans, sliding_window)[None], None
 
 
 def span_attention(
