@@ -79,34 +79,23 @@ def policy_hash(policy: str) -> str:
 
 @lru_cache(maxsize=16)  # 8 billion weights take seconds
 def _stored_policy_hash(policy: str, states: tuple[int, ...]) -> str:
-    tensors: dict[str, str] = {}
+    tensors = {}
     with explained(f"policy {policy!r}: its weights cannot be read"):
         for path in resolve_policy(policy).glob("*.safetensors"):
             with safe_open(path, "pt") as file:
-                names = file.keys()
-                tensors |= {name: tensor_hash(file.get_tensor(name)) for name in names}
-    configs = load_config(policy), load_generation_config(policy)
-    return _policy_hash(tensors, *configs, load_tokenizer(policy))
-
-
-def weights_hash(policy: Any, weights: dict[str, Tensor]) -> str:
-    """`policy_hash` of a `Policy` in memory, such as one in training, from all its weights."""
-    tensors = {name: tensor_hash(value) for name, value in weights.items()}
-    model = policy.model
-    return _policy_hash(tensors, model.config, model.generation_config, policy.tokenizer)
+                for name in file.keys():  # noqa: SIM118
+                    tensors[name] = tensor_hash(file.get_tensor(name))
+    configs = []
+    for config in (load_config(policy), load_generation_config(policy)):
+        entries = config.to_dict().items()
+        configs.append({key: value for key, value in entries if key not in UNRELATED})
+    return content_hash(sorted(tensors.items()), configs, tokenizer_hash(load_tokenizer(policy)))
 
 
 def tensor_hash(tensor: Tensor) -> str:
     """Hash of a tensor's shape and its values in float32."""
     values: Any = tensor.detach().float().cpu().contiguous().numpy()
     return f"{list(values.shape)} {xxhash.xxh3_64_hexdigest(values)}"
-
-
-def _policy_hash(tensors: dict[str, str], config: Any, generation: Any, tokenizer: Any) -> str:
-    configs = []
-    for entry in (config.to_dict(), generation.to_dict()):
-        configs.append({key: value for key, value in entry.items() if key not in UNRELATED})
-    return content_hash(sorted(tensors.items()), configs, tokenizer_hash(tokenizer))
 
 
 def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:

@@ -118,13 +118,12 @@ def new_run(config: Any) -> Run:
     overlay configs/loss/X.yaml it is called NAME-X, unless the command line names it."""
     save_dir = config.trainer.default_root_dir or "runs"
     files = [Path(path) for path in config.config or [] if path]  # None: YAML, not a file
-    names = [path.stem for path in files] + ["policy"]
+    name = files[0].stem if files else "policy"
     for logger in reversed(loggers_of(config.trainer)):
         if logger.class_path.endswith(FOLDER_LOGGERS):
             save_dir = logger.init_args.save_dir
         if logger.init_args.get("name") not in UNNAMED:
-            names.insert(0, logger.init_args.name)
-    name = names[0]
+            name = logger.init_args.name
     overlays = [path.stem for path in files if path.parent.name == "loss"]
     if overlays and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv)):
         name = f"{name}-{overlays[-1]}"
