@@ -26,7 +26,7 @@ class TensorBoardExtras(Callback):
             board.add_custom_scalars(yaml.safe_load(layout))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
         """Histograms of h by sign."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -41,13 +41,7 @@ class TensorBoardExtras(Callback):
                     board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step - 1)
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
         """Some responses as text."""
         for board in self.boards(trainer):
