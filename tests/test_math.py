@@ -11,7 +11,7 @@ from conftest import ROOT, SHARED
 from topr.evaluation.metrics import maj_at_k
 from topr.io import InputError
 from topr.tasks import MATH, Grade, math
-from topr.tasks.math import COSTLY, child, last_box, normal_form, same
+from topr.tasks.math import child, last_box, normal_form, same
 from topr.tasks.task import PROMPTS
 
 MATH500 = SHARED / "math500.jsonl"
@@ -51,7 +51,6 @@ def test_every_gold_of_math500_equals_itself_and_the_box_of_its_solution():
         assert problem.id == row["unique_id"]
         assert grade(problem.gold, problem.gold).reward == 1
         assert MATH().grade(row["solution"], problem.gold).reward == 1
-        assert not COSTLY.search(normal_form(problem.gold))
 
 
 @pytest.mark.parametrize(
@@ -89,16 +88,12 @@ def test_answers_have_one_spelling_by_which_they_vote():
     assert maj_at_k(answers, [found.reward > 0 for found in grades], 5) == 1
 
 
-COSTLY_ANSWERS = ["9**9", "a__b", "9^{9^9}", "9^{99999}", "1000000!", "(9!)!", "٥"]
-ORDINARY_ANSWERS = ["e^{x^2}", "100!", "2^{100}", r"\binom{20}{10}", "x^{n+1}"]
-
-
-@pytest.mark.parametrize("answer", COSTLY_ANSWERS + ORDINARY_ANSWERS)
-def test_costly_answers_are_wrong_without_being_computed(answer):
-    known = same.cache_info().misses
-    assert grade(answer, "5")[:2] == (-1.0, True)
-    was_computed = same.cache_info().misses > known
-    assert was_computed == (answer in ORDINARY_ANSWERS)
+@pytest.mark.parametrize("answer", ["9**9", "a__b", "9^{9^9}", "1000000!", "(9!)!", "٥"])
+def test_costly_and_odd_answers_are_wrong(monkeypatch, answer):
+    monkeypatch.setattr(math, "SECONDS", 1)
+    start = time.monotonic()
+    assert grade(answer, "5").reward == -1
+    assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize(
@@ -134,9 +129,8 @@ def test_a_child_that_was_killed_is_replaced_and_verdicts_are_remembered(own_chi
     assert same("6", "1+5")
     child().kill()
     assert same("6", "1+5")  # it was not asked again
-    with pytest.raises(TimeoutError):
-        same("6", "2+5")
-    assert not same("6", "2+5")
+    assert same("6", "2+4") is None  # its end is noticed
+    assert same("6", "3+3")
 
 
 def test_a_child_that_cannot_start_is_an_error(own_child, monkeypatch):
@@ -162,8 +156,7 @@ def test_time_and_memory_are_bounded_whatever_the_child_does(own_child, monkeypa
     monkeypatch.setattr(math, "COMMAND", [sys.executable, "-P", "-c", program])
     monkeypatch.setattr(math, "SECONDS", 1)
     start = time.monotonic()
-    with pytest.raises(TimeoutError):
-        same("6", "3+3")
+    assert same("6", "3+3") is None
     assert time.monotonic() - start < 4
 
 

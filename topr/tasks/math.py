@@ -68,9 +68,6 @@ FORMULA = [
     # A space means something after a command, as in `\pi r`, and between digits.
     (r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<=\d)( ) *(?=\d)| ", r"\1\2"),
 ]
-# Not compared, because they take long to compute: Python's operators, large factorials and
-# factorials of factorials, large powers, towers such as 9^{9^9}. Nor are digits of other scripts.
-COSTLY = re.compile(r"\*\*|__|(?![0-9])\d|\d{4}\W*!|!\W*!|\^\{-?\d{5}|\d\W*\^\{\d+\^")
 
 
 class MATH(Task):
@@ -80,12 +77,7 @@ class MATH(Task):
     name = instruction = "math"
     sources = [Path(__file__).with_name("equivalence.py")]
     sampling = Sampling(stop=["\nQuestion:"])
-    columns = {"problem": (str,)}
-    optional = {
-        "unique_id": (str, int, NoneType),
-        "answer": (str, NoneType),
-        "solution": (str, NoneType),
-    }
+    columns = {"problem": (str,), "answer": (str, NoneType), "solution": (str, NoneType)}
 
     def problem(self, row, index) -> Problem:
         gold = row.get("answer") or last_box(row.get("solution") or "")
@@ -94,19 +86,18 @@ class MATH(Task):
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last complete box means the same as the gold.
 
-        Invalid without such a box. Answers that are costly to compute are wrong. `valid` is None if
-        the comparison took too long or failed. The canonical answer is the normal form, for a
-        correct answer that of the gold, so that correct answers vote together.
+        Invalid without such a box. `valid` is None if the comparison took too long or failed. The
+        canonical answer is the normal form, for a correct answer that of the gold, so that correct
+        answers vote together.
         """
         right = normal_form(gold)
         answer = normal_form(last_box(after_thinking(response)) or "")
         if not answer:
             return Grade(-1.0, False, None)
-        try:
-            correct = answer == right or (not COSTLY.search(answer) and same(right, answer))
-        except TimeoutError:
-            return Grade(-1.0, None, answer)
-        return Grade(1.0, True, right) if correct else Grade(-1.0, True, answer)
+        verdict = answer == right or same(right, answer)
+        if verdict:
+            return Grade(1.0, True, right)
+        return Grade(-1.0, None if verdict is None else True, answer)
 
 
 def last_box(text: str) -> str | None:
@@ -118,10 +109,10 @@ def last_box(text: str) -> str | None:
             return box["bare"]
         inside = text[box.end() : box.end() + LONGEST + 1]
         depth = 1
-        for brace in re.finditer(r"\\.|[{}]", inside):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        for end, character in enumerate(inside):
+            depth += {"{": 1, "}": -1}.get(character, 0)
             if depth == 0:
-                return inside[: brace.start()]
+                return inside[:end]
     return None
 
 
@@ -145,25 +136,24 @@ def normal_form(text: str) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
-def same(gold: str, answer: str) -> bool:
-    """Whether two answers in normal form mean the same; a child process compares them.
+def same(gold: str, answer: str) -> bool | None:
+    """Whether two answers in normal form mean the same; a child process compares them. None: the
+    comparison took too long or failed.
 
     Raises:
-        TimeoutError: the comparison took too long or failed.
         RuntimeError: the child process cannot start.
     """
     process = child()
     with suppress(BrokenPipeError):  # it has ended; the reply is then empty
         process.stdin.write(json.dumps([gold, answer, SECONDS]).encode() + b"\n")
     reply = process.stdout.readline()
-    if not reply:
-        child.cache_clear()
-        # A signal, such as its alarm, makes the exit code negative.
-        if process.wait() > 0:
-            raise RuntimeError("math-verify cannot be imported; install requirements.txt")
-    if reply in (b"", b"null\n"):
-        raise TimeoutError
-    return json.loads(reply)
+    if reply:
+        return json.loads(reply)
+    child.cache_clear()
+    # A signal, such as its alarm, makes the exit code negative.
+    if process.wait() > 0:
+        raise RuntimeError("math-verify cannot be imported; install requirements.txt")
+    return None
 
 
 @cache

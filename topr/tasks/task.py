@@ -1,9 +1,9 @@
 """What a task is: problems with a known answer, a prompt for each, and a grade for a response."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 import yaml
@@ -13,7 +13,6 @@ from topr.sampling.base import Sampling
 from topr.settings import Configurable
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
-Columns = dict[str, tuple[type, ...]]
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer
 
 
@@ -53,9 +52,8 @@ class Task(Configurable, ABC):
     sources: list[Path] = []  # files beside the class's own module that decide grades
     instruction = ""  # a key of prompts.yaml; none: the prompt is the problem's own
     marker = ""  # what the instruction asks for
-    # Columns of the problem file and their types.
-    columns: Columns = {"prompt": (str,), "gold": (str,)}
-    optional: Columns = {"id": (str, int, NoneType)}
+    # columns of the problem file with their types; a column `id` is optional
+    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
@@ -65,7 +63,7 @@ class Task(Configurable, ABC):
         """
         from topr.trajectories.rows import load_rows
 
-        rows = load_rows(source, self.columns | self.optional)
+        rows = load_rows(source, self.columns)
         problems = [self.problem(row, index) for index, row in enumerate(rows)]
         for problem in problems:
             if not problem.gold:
@@ -106,3 +104,10 @@ class Task(Configurable, ABC):
 def after_thinking(response: str) -> str:
     """What a reasoning model says after `</think>`."""
     return response.rpartition("</think>")[2]
+
+
+def before(text: str, stops: Iterable[str]) -> str:
+    """The part of a text before the first of these strings."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
