@@ -17,13 +17,13 @@ from topr.commands import ArgumentParser, command
 from topr.distributed import end_with_parent, gather, rank, world_size
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
 from topr.evaluation.metrics import per_problem, summarise
-from topr.evaluation.pipeline import SamplingJob, graded_text, read_parts
+from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import Row, write_report
 from topr.identity import content_hash
 from topr.io import InputError, check_folder
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler
-from topr.tasks import Task
+from topr.tasks.task import Task, before
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
@@ -76,7 +76,8 @@ class Evaluation:
             rows[name] = counts | summarise(values, self.seed)
             if name in first:  # paired by problem
                 rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
-            first.setdefault(name, values)
+            else:
+                first[name] = values
             for trajectory in responses:
                 trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
             trajectories += responses
@@ -99,11 +100,11 @@ class Evaluation:
             for argument in self.benchmark:
                 name, _, file = argument.partition("=")
                 task, source = find_benchmark(name, file)
-                sampling = task.sampling
-                if self.max_new_tokens:
-                    sampling = replace(sampling, max_new_tokens=self.max_new_tokens)
-                if self.greedy:
-                    sampling = replace(sampling, temperature=0.0)
+                sampling = replace(
+                    task.sampling,
+                    max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
+                    temperature=0.0 if self.greedy else task.sampling.temperature,
+                )
                 problems = task.problems(source)
                 jobs[policy, name] = SamplingJob(
                     policy, task, problems, self.samples, sampling, self.seed, PRECISION
@@ -132,13 +133,13 @@ class Evaluation:
         """The metrics of each problem."""
         weights = self.weights(name, job.task, responses) if self.verifier else []
         values = per_problem(responses, self.k, weights)
-        grades = []  # by the task's lenient rule, if it has one
+        lenient = []  # grades by the task's lenient rule, if it has one
         for row in responses:
-            text = graded_text(row.response, job.sampling)
-            grades.append(job.task.grade_leniently(text, row.gold))
-        if None not in grades:
-            correct = [grade.reward > 0 for grade in grades]  # type: ignore[union-attr]
-            values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)
+            grade = job.task.grade_leniently(before(row.response, job.sampling.stop), row.gold)
+            if grade is not None:
+                lenient.append(grade.reward > 0)
+        if lenient:
+            values["lenient"] = np.reshape(lenient, (-1, job.samples)).mean(axis=1)
         return values
 
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
@@ -149,8 +150,8 @@ class Evaluation:
             self.verifier, judge, candidates, self.critiques, judge.sampling, self.seed, PRECISION
         )
         critiques = self.responses(f"{name}-verifier", job)
-        starts = range(0, len(critiques), self.critiques)
-        return [judge.weight(critiques[start : start + self.critiques]) for start in starts]
+        approved = [critique.answer == judge.verdicts[0] for critique in critiques]
+        return np.reshape(approved, (-1, self.critiques)).mean(axis=1).tolist()
 
 
 def main() -> None:

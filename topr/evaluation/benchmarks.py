@@ -1,6 +1,6 @@
 """The benchmarks that evaluate.py knows by name."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from topr.io import InputError, explained
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Task, Verifier
@@ -27,10 +27,9 @@ def find_benchmark(name: str, file: str) -> tuple[Task, str]:
     if name in BENCHMARKS:
         task, source = BENCHMARKS[name]
         return task, file or source
-    module, _, kind = name.rpartition(".")
     remedy = f"choose from {', '.join(BENCHMARKS)}, or a task of your own: my_task.Parity=FILE"
     with explained(f"--benchmark {name!r} is unknown", remedy=remedy):
-        task = getattr(import_module(module), kind)()
+        task = resolve_name(name)()
     if not file:
         raise InputError(f"--benchmark {name} has no problems of its own; give {name}=FILE")
     return task, file

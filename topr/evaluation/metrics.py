@@ -45,33 +45,14 @@ def maj_at_k(
     return fmean(results)
 
 
-def response_metrics(
-    responses: list[Trajectory], ks: Sequence[int], weights: Sequence[float] = ()
-) -> dict[str, float]:
-    """Metrics of the responses to one problem.
+def per_problem(
+    trajectories: list[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
+) -> pd.DataFrame:
+    """Metrics of the responses to each problem: a row for each problem, a column for each metric.
 
     pass@1, then for each k pass@k, maj@k and, given weights, weighted@k; invalid (share without a
     readable answer), length (mean tokens of a response), ungraded (share on which the grader gave
     up).
-    """
-    correct = [response.reward > 0 for response in responses]
-    answers = [response.answer if response.valid else None for response in responses]
-    values = {"pass@1": fmean(correct)}
-    for k in ks:
-        values[f"pass@{k}"] = pass_at_k(len(responses), sum(correct), k)
-        values[f"maj@{k}"] = maj_at_k(answers, correct, k)
-        if weights:
-            values[f"weighted@{k}"] = maj_at_k(answers, correct, k, weights)
-    values["invalid"] = fmean(not response.valid for response in responses)
-    values["length"] = fmean(len(response.response_ids) for response in responses)
-    values["ungraded"] = fmean(response.valid is None for response in responses)
-    return values
-
-
-def per_problem(
-    trajectories: list[Trajectory], ks: Sequence[int] = (), weights: Sequence[float] = ()
-) -> pd.DataFrame:
-    """`response_metrics` of each problem: a row for each problem, a column for each metric.
 
     Args:
         trajectories: responses, those to one problem one after another.
@@ -82,8 +63,19 @@ def per_problem(
     votes = iter(weights)
     for _, group in groupby(trajectories, lambda row: row.prompt_id):
         responses = list(group)
-        own = list(islice(votes, len(responses)))
-        rows.append(response_metrics(responses, ks or [len(responses)], own))
+        own_votes = list(islice(votes, len(responses)))
+        correct = [response.reward > 0 for response in responses]
+        answers = [response.answer if response.valid else None for response in responses]
+        values = {"pass@1": fmean(correct)}
+        for k in ks or [len(responses)]:
+            values[f"pass@{k}"] = pass_at_k(len(responses), sum(correct), k)
+            values[f"maj@{k}"] = maj_at_k(answers, correct, k)
+            if weights:
+                values[f"weighted@{k}"] = maj_at_k(answers, correct, k, own_votes)
+        values["invalid"] = fmean(not response.valid for response in responses)
+        values["length"] = fmean(len(response.response_ids) for response in responses)
+        values["ungraded"] = fmean(response.valid is None for response in responses)
+        rows.append(values)
     return pd.DataFrame(rows)
 
 

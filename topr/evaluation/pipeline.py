@@ -8,10 +8,10 @@ from typing import Any
 
 from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError
-from topr.policy.files import encode_prompt, load_tokenizer, render_prompt, vocabulary_and_context
+from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.sampling.base import Sampler, Sampling
-from topr.tasks.task import Grade, Problem, Task
+from topr.tasks.task import Grade, Problem, Task, before
 from topr.trajectories.file import Trajectory, read_metadata, read_trajectories
 from topr.trajectories.scoring import add_log_probs
 
@@ -43,7 +43,7 @@ def sample_and_grade(
             text = tokenizer.decode(response_ids[:-1] if finished else response_ids)
             grade = Grade(reward=-1.0, valid=False, answer=None)
             if finished or not task.requires_end:
-                grade = task.grade(graded_text(text, sampling), problem.gold)
+                grade = task.grade(before(text, sampling.stop), problem.gold)
             trajectory = Trajectory(
                 prompt_id=problem.id,
                 group=problem.id,
@@ -60,26 +60,24 @@ def sample_and_grade(
     return trajectories
 
 
-def graded_text(response: str, sampling: Sampling) -> str:
-    """The part of a response that is graded: all that stands before the first stop string."""
-    for stop in sampling.stop:
-        response = response.partition(stop)[0]
-    return response
-
-
-def check_prompts(policy: str, task: Task, problems: list[Problem], sampling: Sampling) -> None:
-    """Raise an InputError for the first problem that the policy cannot answer."""
+def check_prompts(
+    policy: str, task: Task, problems: list[Problem], sampling: Sampling
+) -> list[str]:
+    """The prompts of problems. Raises an InputError for the first that the policy cannot answer."""
     tokenizer = load_tokenizer(policy)
     _, context = vocabulary_and_context(policy)
+    prompts = []
     for problem in problems:
-        _, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
+        prompt, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
         if len(ids) + sampling.max_new_tokens > context:
             size = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
             limit = f"exceed the policy's context of {context}; lower the latter"
             raise InputError(f"problem {problem.id!r}: {size} {limit}")
+        prompts.append(prompt)
+    return prompts
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingJob:
     """All that decides responses and their grades, which are the trajectory files of a folder.
 
@@ -95,23 +93,18 @@ class SamplingJob:
     seed: int
     precision: str = "32-true"  # or bf16-mixed
 
-    def __post_init__(self):
-        check_prompts(self.policy, self.task, self.problems, self.sampling)
+    def __post_init__(self) -> None:
+        self.prompts = check_prompts(self.policy, self.task, self.problems, self.sampling)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """Metadata of the files: equal metadata stand for equal responses and grades."""
-        tokenizer = load_tokenizer(self.policy)
-        rows = []
-        for problem in self.problems:
-            # the instruction, the worked examples and the template decide responses, too
-            prompt = render_prompt(self.task.prompt(problem, tokenizer), tokenizer)
-            rows.append([problem.id, prompt, problem.gold])
         sampling = {
             **vars(self.sampling),
             "samples": self.samples,
             "seed": self.seed,
-            "problems": content_hash(rows),
+            # the instruction, the worked examples and the template decide responses, too
+            "problems": content_hash(self.problems, self.prompts),
             "grader": grader_hash(self.task),
         }
         return provenance(
@@ -124,16 +117,17 @@ class SamplingJob:
         Raises:
             InputError: the folder holds another job's files.
         """
-        missing: list[tuple[Path | None, list[Problem]]] = []
-        for start in range(0, len(self.problems), PART):
-            part = folder and folder / f"part-{start // PART:05d}.parquet"
-            if part is None or not part.exists():
-                missing.append((part, self.problems[start : start + PART]))
-        for path in folder.glob("*.parquet") if folder else []:
+        written = list(folder.glob("*.parquet")) if folder else []
+        for path in written:
             found = read_metadata(path)
             if found | self.metadata != found:
                 other = "another policy, task, sampling or set of problems"
                 raise InputError(f"{path} holds trajectories of {other}; name another folder")
+        missing = []
+        for start in range(0, len(self.problems), PART):
+            part = folder and folder / f"part-{start // PART:05d}.parquet"
+            if part not in written:
+                missing.append((part, self.problems[start : start + PART]))
         return missing
 
     def sample(

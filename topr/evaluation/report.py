@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from topr.io import atomic, write_text
 
 Row = dict[str, Any]  # counts and, by metric, the mean with its interval
@@ -21,17 +23,12 @@ def cell(name: str, value: Any) -> str:
 
 def table(rows: dict[str, Row]) -> str:
     """Markdown table of labelled rows: counts and metrics."""
-    names = columns(rows)
+    names = list(pd.DataFrame(rows).index)  # that any row has
     text = f"| | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|\n"
     for label, row in rows.items():
         cells = [cell(name, row.get(name, "")) for name in names]
         text += f"| {' | '.join([label, *cells])} |\n"
     return text
-
-
-def columns(rows: dict[str, Row]) -> list[str]:
-    """The names that any row has, in their order."""
-    return list(dict.fromkeys(name for row in rows.values() for name in row))
 
 
 def write_report(out: Path, results: dict[str, dict[str, Row]]) -> str:
@@ -54,12 +51,10 @@ def draw(path: Path, rows: dict[str, Row]) -> None:
 
     figure = Figure(layout="constrained")
     panel = figure.subplots()
-    for name in columns(rows):
-        for label, row in rows.items():
-            value = row.get(name)
-            if isinstance(value, dict) and name != "length":
-                low, high = value["interval"]
-                panel.plot([low, value["mean"], high], [f"{name} of {label}"] * 3, "|-C0")
+    for (name, label), value in pd.DataFrame(rows).stack().items():
+        if isinstance(value, dict) and name != "length":
+            low, high = value["interval"]
+            panel.plot([low, value["mean"], high], [f"{name} of {label}"] * 3, "|-C0")
     figure.set_size_inches(9, 1 + len(panel.lines) / 4)
     panel.set(xlabel="share or its difference, 95% interval")
     panel.invert_yaxis()

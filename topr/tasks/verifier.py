@@ -1,16 +1,17 @@
 """Generative verifier: judges a candidate solution by a critique and a verdict (paper, Table 2)."""
 
-import random
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from topr.io import InputError
+import numpy as np
+import pandas as pd
+
 from topr.policy import render_prompt
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, exact_grade
+from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, before, exact_grade
+from topr.trajectories.curate import with_share
 from topr.trajectories.file import Trajectory, read_trajectories, resolve_files
 
 
@@ -39,15 +40,9 @@ class Verifier(Task):
         for path in resolve_files(str(source)):
             trajectories += read_trajectories(path)
         problems = self.candidates(trajectories)
-        golds = [problem.gold for problem in problems]
-        count = min(map(golds.count, self.verdicts))
-        if count == 0:
-            raise InputError(f"{source}: every solution is {golds[0]}; sample more")
-        rng = random.Random(0)
-        chosen = []
-        for gold in dict.fromkeys(golds):
-            chosen += rng.sample([problem for problem in problems if problem.gold == gold], count)
-        return sorted(chosen, key=problems.index)
+        rewards = pd.DataFrame({"reward": [t.reward for t in trajectories]})
+        chosen = with_share(rewards, 0.5, None, np.random.default_rng(0))
+        return [problems[number] for number in chosen]
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
         """A problem for each trajectory, whose reward decides the right verdict."""
@@ -60,10 +55,9 @@ class Verifier(Task):
 
     def prompt(self, problem, tokenizer) -> Prompt:
         """Question and candidate, with the request for a critique that ends in a verdict."""
-        solution = after_thinking(problem.solution or "")
         # A candidate must not end the question, or start a new chat message.
-        for text in [*self.sampling.stop, *tokenizer.all_special_tokens]:
-            solution = solution.partition(text)[0]
+        ends = [*self.sampling.stop, *tokenizer.all_special_tokens]
+        solution = before(after_thinking(problem.solution or ""), ends)
         question = self.question(problem.prompt, tokenizer)
         asked = f"{question}\n\nSolution: {solution.strip()}"
         return super().prompt(replace(problem, prompt=asked), tokenizer)
@@ -82,7 +76,3 @@ class Verifier(Task):
         _, marker, rest = text.rpartition(self.marker)
         verdict = re.match(r"\s*(correct|incorrect)[ .!]*$", rest, re.IGNORECASE | re.MULTILINE)
         return exact_grade(verdict[1].lower() if marker and verdict else None, gold)
-
-    def weight(self, critiques: list[Trajectory]) -> float:
-        """A solution's weight in a vote: the share of its critiques that call it correct."""
-        return fmean(critique.answer == self.verdicts[0] for critique in critiques)

@@ -82,7 +82,8 @@ def with_share(
     negatives = round(size * (1 - share))
     if not (0 < positives <= len(correct) and 0 < negatives <= len(incorrect)):
         found = f"{len(correct)} positives and {len(incorrect)} negatives"
-        raise InputError(f"{found} are too few; change --share or --total")
+        remedy = "sample more, or change --share or --total"
+        raise InputError(f"{found} are too few for a share of {share}; {remedy}")
     return np.sort(np.r_[correct[:positives], incorrect[:negatives]])
 
 
