@@ -70,9 +70,11 @@ def check_prompts(
     for problem in problems:
         prompt, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
         if len(ids) + sampling.max_new_tokens > context:
-            size = f"{len(ids)} prompt tokens and max_new_tokens = {sampling.max_new_tokens}"
-            limit = f"exceed the policy's context of {context}; lower the latter"
-            raise InputError(f"problem {problem.id!r}: {size} {limit}")
+            raise InputError(
+                f"problem {problem.id!r}: {len(ids)} prompt tokens and max_new_tokens = "
+                f"{sampling.max_new_tokens} exceed the policy's context of {context}; "
+                "lower the latter"
+            )
         prompts.append(prompt)
     return prompts
 
@@ -121,8 +123,10 @@ class SamplingJob:
         for path in written:
             found = read_metadata(path)
             if found | self.metadata != found:
-                other = "another policy, task, sampling or set of problems"
-                raise InputError(f"{path} holds trajectories of {other}; name another folder")
+                raise InputError(
+                    f"{path} holds trajectories of another policy, task or set of problems; "
+                    "name another folder"
+                )
         missing = []
         for start in range(0, len(self.problems), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"

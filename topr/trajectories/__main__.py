@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from topr.commands import ArgumentParser, command, printable
 from topr.io import InputError, check_folder
-from topr.trajectories.curate import Way, common_metadata, curate
-from topr.trajectories.file import expand_globs, read_table
+from topr.trajectories.curate import Way, curate, read_files
+from topr.trajectories.file import expand_globs
 from topr.trajectories.importing import import_files
 
 
@@ -19,9 +18,9 @@ def inspect(files: list[str]) -> None:
     Args:
         files: trajectory files, read as one set
     """
-    for key, value in common_metadata(files).items():
+    table, metadata = read_files(files)
+    for key, value in metadata.items():
         print(f"{key:<10} {value}")
-    table = pa.concat_tables(map(read_table, files))
     rows = table.drop_columns(["prompt", "response", "sampled"]).to_pandas()
     rows["prompt_tokens"] = rows.pop("prompt_ids").map(len)
     rows["response_tokens"] = rows.pop("response_ids").map(len)
@@ -30,8 +29,8 @@ def inspect(files: list[str]) -> None:
     print(figures.to_string(float_format="{:,.4g}".format, na_rep=""))
     for row in table.slice(0, 2).to_pylist():
         print(f"\n--- reward {row['reward']}, answer {row['answer']}, gold {row['gold']}")
-        print(f"[prompt]\n{printable(row['prompt'], 1000)}")
-        print(f"[response]\n{printable(row['response'], 1000)}")
+        for key in ("prompt", "response"):
+            print(f"[{key}]\n{printable(row[key], 1000)}")
 
 
 COMMANDS: dict[str, Callable] = {"import": import_files, "inspect": inspect, "curate": curate}

@@ -37,8 +37,7 @@ def curate(
         seed: of random choices
         iteration: written to the metadata and before every group
     """
-    metadata = common_metadata(files)
-    table = pa.concat_tables(map(read_table, files))
+    table, metadata = read_files(files)
     rows = table.select(["reward", "group"]).to_pandas()
     rng = np.random.default_rng(seed)
     if way == "share":
@@ -81,18 +80,20 @@ def with_share(
     positives = round(size * share)
     negatives = round(size * (1 - share))
     if not (0 < positives <= len(correct) and 0 < negatives <= len(incorrect)):
-        found = f"{len(correct)} positives and {len(incorrect)} negatives"
-        remedy = "sample more, or change --share or --total"
-        raise InputError(f"{found} are too few for a share of {share}; {remedy}")
+        raise InputError(
+            f"{len(correct)} positives and {len(incorrect)} negatives are too few for a share of "
+            f"{share}; sample more, or change --share or --total"
+        )
     return np.sort(np.r_[correct[:positives], incorrect[:negatives]])
 
 
-def common_metadata(files: list[str]) -> dict[str, Any]:
-    """The metadata that files agree on. Raises an InputError if their tokenizers differ."""
+def read_files(files: list[str]) -> tuple[pa.Table, dict[str, Any]]:
+    """Trajectory files as one table, and the metadata that they agree on. Raises an InputError if
+    their tokenizers differ."""
     metadata = agreed([read_metadata(file) for file in files])
     if "tokenizer" not in metadata:
         raise InputError("the files have different tokenizers; take them one by one")
-    return metadata
+    return pa.concat_tables(map(read_table, files)), metadata
 
 
 def agreed(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Import of users' files: recognise the format, tokenise, score log mu."""
 
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -56,14 +57,16 @@ def import_files(
     with own_device():
         model = load_policy(policy)
     limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
-    trajectories: list[Trajectory] = []
+    trajectories = []
     for file in files:
         for number, row in enumerate(load_rows(file, {}), start=1):
             try:
                 trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
-            except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
-                problem = f"{file}, row {number} cannot be imported ({first_line(error)})"
-                raise InputError(f"{problem}; README.md lists the formats") from error
+            except Exception as error:  # a row may hold anything
+                raise InputError(
+                    f"{file}, row {number} cannot be imported ({first_line(error)}); "
+                    "README.md lists the formats"
+                ) from error
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
         raise InputError(f"no row fits into {limit} tokens, --microbatch_tokens or the context")
@@ -74,31 +77,25 @@ def import_files(
 
 
 def plain_rows(row: Row) -> list[Row]:
-    """A row in the plain format, or two rows of a pair."""
-    row = without_nulls(row)
+    """A row in the plain format, or two rows of a pair, of which only the last answers count."""
+    row = json.loads(json.dumps(row, default=str), object_hook=without_nulls)
     row = {name: row[key] for key, name in NAMES.items() if key in row} | row
-    if {"chosen", "rejected"} <= row.keys():
-        return [row | judged(row, "chosen", True), row | judged(row, "rejected", False)]
-    if not {"response", "reward"} <= row.keys():
-        raise InputError(f"found the keys {', '.join(row)}; expected prompt, response and reward")
-    return [row]
+    if not {"chosen", "rejected"} <= row.keys():
+        if not {"response", "reward"} <= row.keys():
+            raise InputError(f"found the keys {', '.join(row)}; expected prompt, response, reward")
+        return [row]
+    rows = []
+    for key, reward in {"chosen": True, "rejected": False}.items():
+        prompt, response = row.get("prompt"), row[key]
+        if isinstance(response, list) and not isinstance(prompt, list):
+            prompt, response = response[:-1], response[-1:]
+        rows.append(row | {"prompt": prompt, "response": response, "reward": reward})
+    return rows
 
 
-def judged(row: Row, key: str, reward: bool) -> Row:
-    """Prompt, response and reward of one side of a pair, of which only the last answer counts."""
-    prompt, response = row.get("prompt"), row[key]
-    if isinstance(response, list) and not isinstance(prompt, list):
-        prompt, response = response[:-1], response[-1:]
-    return {"prompt": prompt, "response": response, "reward": reward}
-
-
-def without_nulls(value: Any) -> Any:
-    """A value of JSON without the nulls that Parquet adds for the keys of other rows."""
-    if isinstance(value, list):
-        return [without_nulls(part) for part in value]
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return value
+def without_nulls(part: Row) -> Row:
+    """An object of JSON without the nulls that Parquet adds for the keys of others."""
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def tokenise(row: Row, policy: "Policy") -> Trajectory:
@@ -143,12 +140,12 @@ def split(prompt: Any, response: str | Messages) -> tuple[Any, str | Messages]:
     answer, its text. A prompt beside a whole conversation repeats its question."""
     if isinstance(response, str):
         return prompt, response
-    roles = [message["role"] for message in response]
-    start = roles.index("assistant")
+    start = [message["role"] for message in response].index("assistant")
     prompt = response[:start] or prompt
-    if roles[start:] == ["assistant"] and "tool_calls" not in response[start]:
-        return prompt, response[start]["content"]
-    return prompt, response[start:]
+    answers = response[start:]
+    if len(answers) == 1 and "tool_calls" not in answers[0]:
+        return prompt, answers[0]["content"]
+    return prompt, answers
 
 
 def tokenise_conversation(
@@ -162,20 +159,20 @@ def tokenise_conversation(
 
     text = render_prompt(messages, policy.tokenizer, answered=True)
     ids = encode(text, policy.tokenizer, special=False)
-    ends = np.flatnonzero(np.isin(ids, list(policy.end_tokens)))
-    sampled = [False] * len(ids)
+    is_end = np.isin(ids, list(policy.end_tokens))
+    sampled = np.zeros(len(ids), dtype=bool)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             _, context = encode_prompt(messages[:place], policy.tokenizer)
             answered = render_prompt(messages[: place + 1], policy.tokenizer, answered=True)
             start = len(context)
-            later_ends = ends[ends >= start]
             kept = ids[:start] == context and text.startswith(answered)
-            if not kept or len(later_ends) == 0:
-                problem = "the chat template changes earlier turns, or writes no end token"
-                raise InputError(f"{problem}; give each answer a row with prompt and response")
-            end = later_ends[0] + 1
-            sampled[start:end] = [True] * (end - start)
+            if not kept or not is_end[start:].any():
+                raise InputError(
+                    "the chat template changes earlier turns or writes no end token; split the row"
+                )
+            end = start + is_end[start:].argmax() + 1
+            sampled[start:end] = True
     if not finished:
         end -= 1  # the template has added an end token
-    return ids[:end], sampled[:end]
+    return ids[:end], sampled[:end].tolist()

@@ -33,8 +33,9 @@ def load_rows(source: str | Path, types: Types) -> list[Row]:
             value = row.get(key)
             if type(value) not in accepted:  # isinstance takes a boolean for an int
                 expected = " or ".join(kind.__name__ for kind in accepted)
-                found = f"key {key!r} holds {value!r:.40}"
-                raise InputError(f"{source}, row {number}: {found}, expected {expected}")
+                raise InputError(
+                    f"{source}, row {number}: key {key!r} holds {value!r:.40}, expected {expected}"
+                )
     return rows
 
 

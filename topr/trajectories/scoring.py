@@ -29,11 +29,10 @@ def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tok
             [np.array(t.response_ids) for t in chosen],
             [t.sampled and np.array(t.sampled) for t in chosen],
         )
-        log_probs_N = policy.log_probs(tokens.to(policy.device))
+        log_probs_N = policy.log_probs(tokens.to(policy.device)).float().cpu()
         # the log-prob of a certain token can round to above 0
-        log_probs_N = log_probs_N.clamp(max=0).float().cpu()
-        scores = log_probs_N.split(tokens.lengths)
+        scores = log_probs_N.clamp(max=0).split(tokens.lengths)
         for t, places, log_probs_T in zip(chosen, tokens.predicting, scores, strict=True):
-            ref_logprobs = np.zeros(len(t.response_ids), dtype=np.float32)
+            ref_logprobs = np.zeros(len(t.response_ids))
             ref_logprobs[places - len(t.prompt_ids) + 1] = log_probs_T
             t.ref_logprobs = ref_logprobs.tolist()
