@@ -66,7 +66,7 @@ class Evaluation:
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
         results: dict[str, dict[str, Row]] = {}  # by policy and benchmark
-        first: dict[str, pd.DataFrame] = {}  # metrics of the first policy, by benchmark
+        first = {}  # metrics of the first policy, by benchmark
         trajectories = []
         for (policy, name), job in jobs.items():
             responses = self.responses(name, job)
@@ -74,10 +74,10 @@ class Evaluation:
             rows = results.setdefault(policy, {})
             counts = {"problems": len(job.problems), "samples": job.samples}
             rows[name] = counts | summarise(values, self.seed)
-            if name in first:  # paired by problem
-                rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
-            else:
+            if name not in first:
                 first[name] = values
+            else:  # paired by problem
+                rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
             for trajectory in responses:
                 trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
             trajectories += responses
@@ -105,9 +105,14 @@ class Evaluation:
                     max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
                     temperature=0.0 if self.greedy else task.sampling.temperature,
                 )
-                problems = task.problems(source)
                 jobs[policy, name] = SamplingJob(
-                    policy, task, problems, self.samples, sampling, self.seed, PRECISION
+                    policy,
+                    task,
+                    task.problems(source),
+                    self.samples,
+                    sampling,
+                    self.seed,
+                    PRECISION,
                 )
         return jobs
 
@@ -145,9 +150,14 @@ class Evaluation:
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
         """The verifier's weight of each solution in a vote."""
         judge = find_verifier(task)
-        candidates = judge.candidates(solutions)
         job = SamplingJob(
-            self.verifier, judge, candidates, self.critiques, judge.sampling, self.seed, PRECISION
+            self.verifier,
+            judge,
+            judge.candidates(solutions),
+            self.critiques,
+            judge.sampling,
+            self.seed,
+            PRECISION,
         )
         critiques = self.responses(f"{name}-verifier", job)
         approved = [critique.answer == judge.verdicts[0] for critique in critiques]

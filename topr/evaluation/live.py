@@ -63,14 +63,12 @@ def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str
 
 def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:
     """Means and intervals under the names of logged figures."""
-    found: dict[str, float] = {}
+    found = {}
     for name, value in summary.items():
         low, high = value["interval"]
-        found |= {
-            f"{split}/{name}": value["mean"],
-            f"{split}_interval/{name}_low": low,
-            f"{split}_interval/{name}_high": high,
-        }
+        found[f"{split}/{name}"] = value["mean"]
+        found[f"{split}_interval/{name}_low"] = low
+        found[f"{split}_interval/{name}_high"] = high
     return found
 
 

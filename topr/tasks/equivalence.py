@@ -32,7 +32,7 @@ def same(gold: str, answer: str) -> bool:
     # Words, numbers with a base, times of day and ratios are right only as equal strings.
     if re.search(r"\\text|\d_|:", gold + answer):
         return False
-    if ("=" in gold) != ("=" in answer) or shape(gold) != shape(answer):
+    if shape(gold) != shape(answer):
         return False
     parsed = []
     for text in (gold, answer):
@@ -49,11 +49,11 @@ def same(gold: str, answer: str) -> bool:
     return verify(*parsed, float_rounding=12, numeric_precision=30, timeout_seconds=None)
 
 
-def shape(text: str) -> tuple[int, str]:
-    """The number of commas and, if there are any, the brackets around the answer."""
+def shape(text: str) -> tuple[bool, int, str]:
+    """Whether it is an equation, its commas and, if there are any, the brackets around it."""
     commas = text.count(",")
     brackets = re.sub(r"[^()\[\]]", "", text[0] + text[-1]) if commas else ""
-    return commas, brackets
+    return "=" in text, commas, brackets
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         gold, answer, seconds = json.loads(line)
         signal.alarm(seconds)  # the kernel ends this process, even in the middle of C code
         try:
-            verdict = bool(same(gold, answer))
+            verdict = same(gold, answer)
         except Exception:
             verdict = None
         signal.alarm(0)

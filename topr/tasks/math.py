@@ -22,11 +22,10 @@ from topr.tasks.task import Grade, Problem, Task, after_thinking
 
 SECONDS = 4  # per comparison
 LONGEST = 400  # characters of an answer
-# -P: this folder's math.py would hide Python's
-COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("equivalence.py"))]
+EQUIVALENCE = Path(__file__).with_name("equivalence.py")
+COMMAND = [sys.executable, "-P", str(EQUIVALENCE)]  # -P: our math.py would hide Python's
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{|(?P<bare>[\w.]+))")
-CHARACTERS = str.maketrans({"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "−": "-"})
 # Words that change the value of an answer, unlike a unit.
 CHANGES = r"\b(?:and|or|not?|more|less|than|half|dozen|hundred|thousand|\w+illion)\b"
 
@@ -36,11 +35,14 @@ SPELLING = [
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|newline)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+", " "),
     (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$", ""),
-    # One name for each command.
+    # One name for each symbol and command.
+    ("π", r"\\pi "),
+    ("∞", r"\\infty "),
+    ("−", "-"),
     (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:math|text)(?:rm|bf|it)?(?= ?\{)|\\mbox(?= ?\{)", r"\\text"),
     # Degrees are units.
-    (r"\^ ?\{? ?\\(?:circ|degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", " "),
+    (r"°|\^ ?\{? ?\\(?:circ|degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", " "),
     # Text that is not a unit.
     (rf"\\text ?\{{([^{{}}]*(?:\d|{CHANGES})[^{{}}]*)\}}", r" \1 "),
 ]
@@ -75,7 +77,7 @@ class MATH(Task):
     `answer` or, as in the training split, `solution`, whose last box is the answer."""
 
     name = instruction = "math"
-    sources = [Path(__file__).with_name("equivalence.py")]
+    sources = [EQUIVALENCE]
     sampling = Sampling(stop=["\nQuestion:"])
     columns = {"problem": (str,), "answer": (str, NoneType), "solution": (str, NoneType)}
 
@@ -119,13 +121,12 @@ def last_box(text: str) -> str | None:
 def normal_form(text: str) -> str:
     r"""One spelling of an answer, `\frac{1}{2}` for `\dfrac12`, `\frac 1 2` and `1/2`, words as
     `\text{…}` in lower case. Nothing is computed: `equivalence.py` compares by mathematics."""
-    text = text.translate(CHARACTERS)
     for pattern, replacement in SPELLING:
         text = re.sub(pattern, replacement, text).strip()
     words = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).strip(" .()")
     if re.fullmatch("[a-zA-Z]", words):  # a choice, such as (C)
         return words
-    if re.fullmatch("[a-zA-Z ']{3,}", words) or (words != text and words.isalpha()):
+    if re.fullmatch("[a-zA-Z ']{3,}", words):
         return rf"\text{{{' '.join(words.lower().split())}}}"
     text = UNIT.sub("", text)
     for pattern, replacement in FORMULA:

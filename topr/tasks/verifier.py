@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 
 from topr.policy import render_prompt
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Prompt, Task, after_thinking, before, exact_grade
 from topr.trajectories.curate import with_share
-from topr.trajectories.file import Trajectory, read_trajectories, resolve_files
+from topr.trajectories.file import Trajectory, read_table, resolve_files
 
 
 @dataclass(eq=False)
@@ -36,12 +36,10 @@ class Verifier(Task):
         Raises:
             InputError: no candidate is correct, or none is incorrect.
         """
-        trajectories = []
-        for path in resolve_files(str(source)):
-            trajectories += read_trajectories(path)
-        problems = self.candidates(trajectories)
-        rewards = pd.DataFrame({"reward": [t.reward for t in trajectories]})
+        table = pa.concat_tables(map(read_table, resolve_files(str(source))))
+        rewards = table.select(["reward"]).to_pandas()
         chosen = with_share(rewards, 0.5, None, np.random.default_rng(0))
+        problems = self.candidates([Trajectory(**row) for row in table.to_pylist()])
         return [problems[number] for number in chosen]
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
@@ -67,8 +65,8 @@ class Verifier(Task):
         if self.task is None:
             return prompt
         blank = self.task.prompt(Problem("", "\0", ""), tokenizer)
-        before, _, after = render_prompt(blank, tokenizer).partition("\0")
-        return prompt.removeprefix(before).removesuffix(after)
+        head, _, tail = render_prompt(blank, tokenizer).partition("\0")
+        return prompt.removeprefix(head).removesuffix(tail)
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last verdict is the gold; invalid without a verdict."""
