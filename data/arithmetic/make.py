@@ -108,7 +108,7 @@ def critique(correct: str, solution: str, is_correct: bool, rng: Generator) -> s
 
     expected = correct.split(";")
     steps = ""
-    for number, step in enumerate(solution.split(";")[:-1][:9]):
+    for number, step in enumerate(solution.split(";")[:-1]):
         steps += judge(step in expected[number : number + 1])
     verdict = f"#{judge(is_correct)}"
     if rng.random() < DIRECT:

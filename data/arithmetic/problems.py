@@ -26,8 +26,7 @@ SUCCESSORS = 4
 SEPARATORS = ";,."
 END = "<eos>"
 
-Setting = dict[str, Any]
-Errors = dict[str, Any]  # a setting's key `errors`: rates of mistakes in demonstrations
+Setting = dict[str, Any]  # or a part of one; its `errors` are rates of mistakes in demonstrations
 
 
 def draw(setting: Setting, rng: Generator) -> dict[str, str]:
@@ -60,7 +59,7 @@ def problems_of(setting: Setting, split: str, rng: Generator) -> Iterator[dict[s
             yield problem
 
 
-def demonstration(setting: Setting, errors: Errors, prompt: str, rng: Generator) -> str:
+def demonstration(setting: Setting, errors: Setting, prompt: str, rng: Generator) -> str:
     """An imperfect solution with the end token; an endless one is cut at the length limit."""
     value = int(prompt[0])
     solution = ""
@@ -88,7 +87,7 @@ def demonstration(setting: Setting, errors: Errors, prompt: str, rng: Generator)
     return solution + END
 
 
-def apply(carry: Errors, value: int, symbol: str, operand: int, rng: Generator) -> int:
+def apply(carry: Setting, value: int, symbol: str, operand: int, rng: Generator) -> int:
     """The result of a step; from a value of 10 on, what is carried may be forgotten."""
     result = APPLY[symbol](value, operand)
     carried = APPLY[symbol](value % 10, operand) // 10
