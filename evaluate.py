@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 
 from topr.commands import ArgumentParser, command
 from topr.distributed import end_with_parent, gather, rank, world_size
-from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark, find_verifier
+from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import Row, write_report
@@ -23,7 +23,8 @@ from topr.identity import content_hash
 from topr.io import InputError, check_folder
 from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler
-from topr.tasks.task import Task, before
+from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
+from topr.tasks.task import before
 from topr.trajectories import Trajectory, agreed, write_trajectories
 
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
@@ -149,7 +150,7 @@ class Evaluation:
 
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
         """The verifier's weight of each solution in a vote."""
-        judge = find_verifier(task)
+        judge = ArithmeticVerifier() if isinstance(task, Arithmetic) else Verifier(task)
         job = SamplingJob(
             self.verifier,
             judge,

@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 
 from topr.io import InputError, explained
-from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Task, Verifier
+from topr.tasks import GSM8K, MATH, Arithmetic, Task
 
 # task, and file or hub data set of its problems
 BENCHMARKS = {
@@ -33,8 +33,3 @@ def find_benchmark(name: str, file: str) -> tuple[Task, str]:
     if not file:
         raise InputError(f"--benchmark {name} has no problems of its own; give {name}=FILE")
     return task, file
-
-
-def find_verifier(task: Task) -> Verifier:
-    """The task of judging solutions of a task."""
-    return ArithmeticVerifier() if isinstance(task, Arithmetic) else Verifier(task)

@@ -24,7 +24,7 @@ class Arithmetic(Task):
     requires_end = True
 
     def __init__(self, max_new_tokens: PositiveInt = 40):
-        self.sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens)
+        self.sampling = Sampling(top_k=0, max_new_tokens=max_new_tokens)
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the response ends in `#` and the gold; invalid without one numeric `#answer`."""
@@ -40,7 +40,7 @@ class ArithmeticVerifier(Verifier):
 
     name = "arithmetic_verifier"
     requires_end = True
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=12)
+    sampling = Sampling(top_k=0, max_new_tokens=12)
     verdicts = ("1", "0")
 
     def prompt(self, problem, tokenizer) -> str:

@@ -13,7 +13,6 @@ from topr.trajectories.rows import Row, load_rows
 if TYPE_CHECKING:
     from topr.policy import Policy
 
-Precision = Literal["32-true", "bf16-mixed"]
 Messages = list[dict[str, Any]]
 NAMES = {  # what other formats call the keys of the plain one
     "messages": "response",
@@ -31,7 +30,7 @@ def import_files(
     policy: str,
     out: str,
     microbatch_tokens: PositiveInt = 16384,
-    precision: Precision = "32-true",
+    precision: Literal["32-true", "bf16-mixed"] = "32-true",
 ) -> None:
     """Write the rows of files as trajectories, with log mu of a policy.
 

@@ -11,7 +11,6 @@ from topr.io import InputError, explained
 
 Row = dict[str, Any]
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
-EXPECTED = "JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
 
 
 def load_rows(source: str | Path, types: Types) -> list[Row]:
@@ -24,7 +23,8 @@ def load_rows(source: str | Path, types: Types) -> list[Row]:
     Raises:
         InputError: if the source cannot be read or is empty, or a key is absent or mistyped.
     """
-    with explained(f"{source} cannot be read", remedy=f"give {EXPECTED}"):
+    remedy = "give JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
+    with explained(f"{source} cannot be read", remedy=remedy):
         rows = _read(str(source))
     if not rows:
         raise InputError(f"{source} holds no row")
