@@ -25,7 +25,7 @@ from topr.policy import load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
-from topr.trajectories import Trajectory, agreed, write_trajectories
+from topr.trajectories import Trajectory, add_log_probs, agreed, write_trajectories
 
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
 
@@ -128,8 +128,9 @@ class Evaluation:
             with own_device():
                 policy = load_policy(job.policy)
             with torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed"):
-                for path, problems in parts:
-                    trajectories = job.sample(problems, LocalSampler(), policy)
+                for path, numbers in parts:
+                    trajectories = job.sample(numbers, LocalSampler(), policy)
+                    add_log_probs(policy, trajectories)
                     write_trajectories(path, trajectories, job.metadata)
                     print(f"wrote {path}")
         gather(None)  # wait for the files of all ranks

@@ -11,7 +11,7 @@ from conftest import ROOT, rejected
 
 from data.arithmetic.make import critiques, main
 from data.arithmetic.problems import END, LETTERS, apply, demonstration, draw, problems_of, split_of
-from topr.evaluation import sample_and_grade
+from topr.evaluation import SamplingJob
 from topr.policy import load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic
@@ -90,9 +90,11 @@ def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy():
 
 def test_the_shipped_base_is_strong_and_of_high_entropy():
     task = Arithmetic(max_new_tokens=73)
-    policy = load_policy(str(DATA / "base"))
+    base = str(DATA / "base")
+    policy = load_policy(base)
     problems = task.problems(DATA / "train.jsonl")[:128]
-    rows = sample_and_grade(LocalSampler(), policy, task, problems, 4, task.sampling, 0)
-    add_log_probs(policy, rows, 16384)
+    job = SamplingJob(base, task, problems, 4, task.sampling, 0)
+    rows = job.sample(list(range(128)), LocalSampler(), policy)
+    add_log_probs(policy, rows)
     assert 0.66 < np.mean([row.reward > 0 for row in rows]) < 0.8
     assert 26 < np.mean([-np.sum(row.ref_logprobs) for row in rows]) < 29.5

@@ -17,7 +17,7 @@ from topr.identity import policy_hash
 from topr.policy import load_policy
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Grade, Task
-from topr.trajectories import read_metadata, read_trajectories, write_trajectories
+from topr.trajectories import add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 STAGES = ["predict", "fit", "predict", "fit"]  # of two iterations
 ARGUMENTS = ["--out=out", "--iterations=2", "--curate", "anna_karenina", "--budget=3", "--seed=7"]
@@ -52,7 +52,9 @@ class Train:
             for path, part in job.missing_parts(Path(given["data.out"])):
                 if killed and path.name != "part-00000.parquet":
                     raise KeyError("killed here")
-                rows = job.sample(part, LocalSampler(), load_policy(policy))
+                loaded = load_policy(policy)
+                rows = job.sample(part, LocalSampler(), loaded)
+                add_log_probs(loaded, rows)
                 write_trajectories(path, rows, job.metadata)
         else:
             logger = "trainer.logger.init_args"

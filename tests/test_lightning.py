@@ -438,10 +438,7 @@ def test_a_run_has_one_folder_and_resumes_exactly_whatever_its_logger(fit, logge
     if "TensorBoard" in str(LOGGERS[logger]):
         assert curves(folder) == curves(whole)
     if "Wandb" in str(LOGGERS[logger]):
-        ids = [
-            {wandb_id(path) for path in run.glob("wandb/*run-*")}
-            for run in (whole, folder)
-        ]
+        ids = [{wandb_id(path) for path in run.glob("wandb/*run-*")} for run in (whole, folder)]
         assert len(ids[0]) == len(ids[1]) == 1 and ids[0] != ids[1]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,6 @@ import torch
 
 from topr.datamodule import ProblemBatch
 from topr.evaluation import live, maj_at_k, pass_at_k, per_problem, summarise
-from topr.sampling import Sampling
 from topr.trajectories import Trajectory
 
 
@@ -111,7 +111,7 @@ def test_ranks_gather_the_problems_of_all(tmp_path, shares):
         store = f"file://{tmp_path}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         rows = [row for i in shares[rank] for row in problems[i]]
-        batch = ProblemBatch([], shares[rank], 4, Sampling(), 0)
+        batch = ProblemBatch(SimpleNamespace(samples=4), shares[rank])
         return live.summarise(batch, rows) == expected
 
     children = []

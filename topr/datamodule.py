@@ -21,7 +21,7 @@ from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
 from topr.io import InputError, check_folder, lock
 from topr.sampling.base import Sampling
 from topr.settings import save_hyperparameters
-from topr.tasks.task import Problem, Task
+from topr.tasks.task import Task
 from topr.trajectories.training_set import TrainingSet, read_training_set
 
 # the argument that each stage needs
@@ -29,28 +29,15 @@ NEEDED = {"fit": "train", "validate": "val", "test": "test", "predict": "problem
 
 
 class ProblemBatch(NamedTuple):
-    """Problems to sample responses to: a batch of validation and test."""
+    """Problems to sample responses to: a batch of validation, test and prediction."""
 
-    problems: list[Problem]
-    numbers: list[int]  # of the problems in the whole set: a response depends on its problem's
-    samples: int  # responses per problem
-    sampling: Sampling
-    seed: int
+    job: Any  # the `SamplingJob`, which decides responses and grades
+    numbers: list[int]  # of its problems; none where this rank only keeps the others company
+    path: Path | None = None  # the file to write, if any
+    microbatch_tokens: int = 0  # of the forward that scores log mu, in prediction
 
     def to(self, device: torch.device) -> "ProblemBatch":
         """Lightning moves batches to the device; nothing here goes there."""
-        return self
-
-
-class PredictionBatch(NamedTuple):
-    """Problems to sample trajectories for: a batch of prediction."""
-
-    problems: list[Problem]  # none where this rank only keeps the others company
-    job: Any  # the `SamplingJob`, which decides responses and grades
-    microbatch_tokens: int  # of the forward that scores log mu
-    path: Path | None  # the file to write, if any
-
-    def to(self, device: torch.device) -> "PredictionBatch":
         return self
 
 
@@ -250,15 +237,12 @@ class TrajectoryDataModule(LightningDataModule):
         """Check every file that a stage reads before anything is written. All ranks raise the first
         InputError."""
         self.few_problems = bool(self.trainer and self.trainer.fast_dev_run)
-        self.read_problems = cache(self._read_problems)
-        from topr.evaluation.pipeline import check_prompts
-
+        self.job = cache(self._job)
         with same_error_on_all_ranks():
             if getattr(self, NEEDED[stage]) is None:
                 raise InputError(f"data.{NEEDED[stage]} is not set; {stage} needs it")
             for split in ("val", "test") if stage == "fit" else [NEEDED[stage]]:
-                problems = self.read_problems(split)
-                check_prompts(self.policy, self.task, problems, self.sampling)
+                self.job(split)
             if stage == "fit":
                 self._setup_training()
             elif stage == "predict" and self.out is not None:
@@ -309,56 +293,51 @@ class TrajectoryDataModule(LightningDataModule):
             padded = self.trainer.lightning_module.policy.padded
         return UpdateLoader(self, epoch, padded)
 
-    def _read_problems(self, split: str) -> list[Problem]:
-        """Problems of `val`, `test` or `problems`; none if the split is not set."""
+    def _job(self, split: str) -> Any:
+        """The `SamplingJob` of `val`, `test` or `problems`; None if the split is not set."""
+        from topr.evaluation.pipeline import SamplingJob
+
         source = getattr(self, split)
         if source is None:
-            return []
+            return None
+        samples = self.val_samples if split == "val" else self.samples
+        precision = str(self.trainer.precision) if self.trainer else "32-true"
         try:
             problems = self.task.problems(source)
+            if self.few_problems:
+                problems = problems[:2]
+                samples = 2
+            return SamplingJob(
+                self.policy, self.task, problems, samples, self.sampling, self.seed, precision
+            )
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
-        return problems[:2] if self.few_problems else problems
 
-    def problem_batch(self, split: str, samples: int) -> ProblemBatch:
+    def problem_batch(self, split: str) -> ProblemBatch:
         """All problems of this rank at once: the sampler refills its rows from them. Perhaps none,
         but every rank takes part."""
-        problems = self.read_problems(split)
-        numbers = list(range(rank(), len(problems), world_size()))
-        mine = [problems[number] for number in numbers]
-        samples = 2 if self.few_problems else samples
-        return ProblemBatch(mine, numbers, samples, self.sampling, self.seed)
+        job = self.job(split)
+        return ProblemBatch(job, list(range(rank(), len(job.problems), world_size())))
 
     def val_dataloader(self) -> Any:
         if self.val is None:
             return []  # Lightning then does not validate
-        return ProblemBatches([self.problem_batch("val", self.val_samples)])
+        return ProblemBatches([self.problem_batch("val")])
 
     def test_dataloader(self) -> ProblemBatches:
-        return ProblemBatches([self.problem_batch("test", self.samples)])
+        return ProblemBatches([self.problem_batch("test")])
 
     def predict_dataloader(self) -> ProblemBatches:
         """A batch for each file that this rank writes. No rank has fewer than another: sharded
         policies need each other."""
-        from topr.evaluation.pipeline import SamplingJob
-
-        problems = self.read_problems("problems")
-        job = SamplingJob(
-            self.policy,
-            self.task,
-            problems,
-            samples=2 if self.few_problems else self.samples,
-            sampling=self.sampling,
-            seed=self.seed,
-            precision=str(self.trainer.precision) if self.trainer else "32-true",
-        )
+        job = self.job("problems")
         with same_error_on_all_ranks():
             parts = job.missing_parts(Path(self.out) if self.out else None)
         parts = gather(parts)[0]  # another rank may have looked later, and found more
         parts += [(None, [])] * (-len(parts) % world_size())
         loader = ProblemBatches()
-        for path, chosen in parts[rank() :: world_size()]:
-            loader.append(PredictionBatch(chosen, job, self.microbatch_tokens, path))
+        for path, numbers in parts[rank() :: world_size()]:
+            loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens))
         return loader
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from topr.batching import Update
-from topr.datamodule import PredictionBatch, ProblemBatch
+from topr.datamodule import ProblemBatch
 from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
@@ -205,7 +205,7 @@ class PolicyModule(LightningModule):
         """As `validation_step`."""
         return {"trajectories": self.evaluate("test", batch)}
 
-    def predict_step(self, batch: PredictionBatch, batch_idx: int) -> list[Trajectory]:
+    def predict_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
         """Graded responses with log mu; `PredictionWriter` writes them."""
         from topr.evaluation.live import predict
 

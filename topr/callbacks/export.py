@@ -42,7 +42,7 @@ class ExportPolicy(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None and data.test is not None:
             rank_zero_info("measuring the policy on data.test")
-            batch = data.problem_batch("test", data.samples)
+            batch = data.problem_batch("test")
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -87,7 +87,7 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) 
     summary: dict[str, Any] = {}
     for when, row in measured.items():
         summary[when] = {name: value["mean"] for name, value in row.items()}
-        summary[when]["problems"] = len(data.read_problems("test"))
+        summary[when]["problems"] = len(data.job("test").problems)
         summary[when]["samples"] = data.samples
     summary["steps"] = trainer.global_step
     if data is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from topr.datamodule import PredictionBatch
+from topr.datamodule import ProblemBatch
 from topr.distributed import gather
 from topr.trajectories.file import Trajectory, write_trajectories
 
@@ -24,7 +24,7 @@ class PredictionWriter(BasePredictionWriter):
         pl_module: Any,
         prediction: list[Trajectory],
         batch_indices: Any,
-        batch: PredictionBatch,
+        batch: ProblemBatch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:

@@ -7,5 +7,5 @@ __getattr__ = lazy(
     __name__,
     benchmarks=["BENCHMARKS"],
     metrics=["maj_at_k", "pass_at_k", "per_problem", "summarise"],
-    pipeline=["SamplingJob", "read_parts", "sample_and_grade"],
+    pipeline=["SamplingJob", "read_parts"],
 )

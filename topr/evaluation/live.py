@@ -8,15 +8,15 @@ import pandas as pd
 import torch
 
 from topr.distributed import Preempted, gather, stop_requested
-from topr.evaluation import pipeline
 from topr.evaluation.metrics import per_problem
 from topr.evaluation.metrics import summarise as with_intervals
 from topr.policy.sharding import full_weights
 from topr.sampling.local import LocalSampler
 from topr.trajectories.file import Trajectory
+from topr.trajectories.scoring import add_log_probs
 
 if TYPE_CHECKING:
-    from topr.datamodule import PredictionBatch, ProblemBatch
+    from topr.datamodule import ProblemBatch
     from topr.module import PolicyModule
 
 
@@ -30,33 +30,26 @@ def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Traj
     if sampler is None or not sampler.in_process:  # a server does not hold the weights in training
         sampler = LocalSampler()
     with sampling_context(module):
-        trajectories = pipeline.sample_and_grade(
-            sampler,
-            module.policy,
-            module.task,
-            batch.problems,
-            batch.samples,
-            batch.sampling,
-            batch.seed,
-            batch.numbers,
-        )
+        trajectories = batch.job.sample(batch.numbers, sampler, module.policy)
     if any(gather(stop_requested.is_set())):
         raise Preempted
     return trajectories
 
 
-def predict(module: "PolicyModule", batch: "PredictionBatch") -> list[Trajectory]:
+def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
     """Graded responses with log mu."""
     with sampling_context(module):
-        if not batch.problems:  # this rank only keeps the others company
+        if not batch.numbers:  # this rank only keeps the others company
             return []
         sampler = module.sampler or LocalSampler()
-        return batch.job.sample(batch.problems, sampler, module.policy, batch.microbatch_tokens)
+        trajectories = batch.job.sample(batch.numbers, sampler, module.policy)
+        add_log_probs(module.policy, trajectories, batch.microbatch_tokens)
+    return trajectories
 
 
 def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str, Any]:
     """Metrics over the problems of all ranks: means with intervals."""
-    values = per_problem(trajectories, [batch.samples])
+    values = per_problem(trajectories, [batch.job.samples])
     values.index = batch.numbers
     return with_intervals(pd.concat(gather(values)).sort_index())
 
@@ -78,8 +71,6 @@ def sampling_context(module: "PolicyModule") -> Iterator[None]:
     policy = module.policy
     bfloat16 = module.trainer.precision == "bf16-mixed"
     with (
-        # compiled layers would be compiled again for each length
-        torch.compiler.set_stance("force_eager"),
         torch.inference_mode(False),
         torch.no_grad(),
         full_weights(policy),

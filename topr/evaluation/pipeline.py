@@ -1,6 +1,5 @@
-"""Sample, grade and score responses to problems, in parts, so that a killed run resumes."""
+"""Sample and grade responses to problems, in parts, so that a killed run resumes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,73 +9,11 @@ from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError
 from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
 from topr.policy.model import Policy
-from topr.sampling.base import Sampler, Sampling
+from topr.sampling.base import Response, Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task, before
 from topr.trajectories.file import Trajectory, read_metadata, read_trajectories
-from topr.trajectories.scoring import add_log_probs
 
 PART = 32  # problems whose responses are sampled together and written as one file
-
-
-def sample_and_grade(
-    sampler: Sampler,
-    policy: Policy,
-    task: Task,
-    problems: list[Problem],
-    n: int,
-    sampling: Sampling,
-    seed: int,
-    numbers: Sequence[int] = (),
-) -> list[Trajectory]:
-    """n graded responses to each problem, in the problems' order, with empty `ref_logprobs`.
-
-    For `seed` and `numbers` see `Sampler.sample`.
-    """
-    tokenizer = policy.tokenizer
-    prompts = [encode_prompt(task.prompt(problem, tokenizer), tokenizer) for problem in problems]
-    prompt_ids = [ids for _, ids in prompts]
-    sampled = sampler.sample(policy, prompt_ids, n, sampling, seed, numbers)
-    trajectories = []
-    for problem, (prompt, ids), responses in zip(problems, prompts, sampled, strict=True):
-        for response_ids, finished in responses:
-            # special tokens before the end stay in the text: they make an answer wrong
-            text = tokenizer.decode(response_ids[:-1] if finished else response_ids)
-            grade = Grade(reward=-1.0, valid=False, answer=None)
-            if finished or not task.requires_end:
-                grade = task.grade(before(text, sampling.stop), problem.gold)
-            trajectory = Trajectory(
-                prompt_id=problem.id,
-                group=problem.id,
-                prompt=prompt,
-                prompt_ids=ids,
-                response=text,
-                response_ids=response_ids,
-                ref_logprobs=[],
-                finished=finished,
-                gold=problem.gold,
-                **grade._asdict(),
-            )
-            trajectories.append(trajectory)
-    return trajectories
-
-
-def check_prompts(
-    policy: str, task: Task, problems: list[Problem], sampling: Sampling
-) -> list[str]:
-    """The prompts of problems. Raises an InputError for the first that the policy cannot answer."""
-    tokenizer = load_tokenizer(policy)
-    _, context = vocabulary_and_context(policy)
-    prompts = []
-    for problem in problems:
-        prompt, ids = encode_prompt(task.prompt(problem, tokenizer), tokenizer)
-        if len(ids) + sampling.max_new_tokens > context:
-            raise InputError(
-                f"problem {problem.id!r}: {len(ids)} prompt tokens and max_new_tokens = "
-                f"{sampling.max_new_tokens} exceed the policy's context of {context}; "
-                "lower the latter"
-            )
-        prompts.append(prompt)
-    return prompts
 
 
 @dataclass
@@ -96,7 +33,18 @@ class SamplingJob:
     precision: str = "32-true"  # or bf16-mixed
 
     def __post_init__(self) -> None:
-        self.prompts = check_prompts(self.policy, self.task, self.problems, self.sampling)
+        tokenizer = load_tokenizer(self.policy)
+        _, context = vocabulary_and_context(self.policy)
+        self.prompts = []  # text and token ids, of each problem
+        for problem in self.problems:
+            text, ids = encode_prompt(self.task.prompt(problem, tokenizer), tokenizer)
+            self.prompts.append((text, ids))
+            if len(ids) + self.sampling.max_new_tokens > context:
+                raise InputError(
+                    f"problem {problem.id!r}: {len(ids)} prompt tokens and max_new_tokens = "
+                    f"{self.sampling.max_new_tokens} exceed the policy's context of {context}; "
+                    "lower the latter"
+                )
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -113,8 +61,9 @@ class SamplingJob:
             self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0
         )
 
-    def missing_parts(self, folder: Path | None) -> list[tuple[Path | None, list[Problem]]]:
-        """The files still to write, each with its `PART` problems; no folder: nothing is written.
+    def missing_parts(self, folder: Path | None) -> list[tuple[Path | None, list[int]]]:
+        """The files still to write, each with the numbers of its `PART` problems; no folder:
+        nothing is written.
 
         Raises:
             InputError: the folder holds another job's files.
@@ -128,36 +77,49 @@ class SamplingJob:
                     "name another folder"
                 )
         missing = []
-        for start in range(0, len(self.problems), PART):
+        numbers = list(range(len(self.problems)))
+        for start in range(0, len(numbers), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part not in written:
-                missing.append((part, self.problems[start : start + PART]))
+                missing.append((part, numbers[start : start + PART]))
         return missing
 
-    def sample(
-        self,
-        problems: list[Problem],
-        sampler: Sampler,
-        policy: Policy,
-        microbatch_tokens: int = 16384,
-    ) -> list[Trajectory]:
-        """Graded responses with log mu to these problems, which are neighbours in the job.
+    def sample(self, numbers: list[int], sampler: Sampler, policy: Policy) -> list[Trajectory]:
+        """Graded responses to the problems of these numbers, with empty `ref_logprobs`.
 
         The responses do not depend on which problems are sampled together.
         """
-        start = self.problems.index(problems[0])
-        trajectories = sample_and_grade(
-            sampler,
-            policy,
-            self.task,
-            problems,
-            self.samples,
-            self.sampling,
-            self.seed,
-            numbers=range(start, start + len(problems)),
+        prompt_ids = [self.prompts[number][1] for number in numbers]
+        sampled = sampler.sample(
+            policy, prompt_ids, self.samples, self.sampling, self.seed, numbers
         )
-        add_log_probs(policy, trajectories, microbatch_tokens)
+        trajectories = []
+        for number, responses in zip(numbers, sampled, strict=True):
+            trajectories += [self.grade(number, response, policy) for response in responses]
         return trajectories
+
+    def grade(self, number: int, response: Response, policy: Policy) -> Trajectory:
+        """The trajectory of a response to the problem of this number."""
+        problem = self.problems[number]
+        prompt, prompt_ids = self.prompts[number]
+        ids, finished = response
+        # special tokens before the end stay in the text: they make an answer wrong
+        text = policy.tokenizer.decode(ids[:-1] if finished else ids)
+        grade = Grade(reward=-1.0, valid=False, answer=None)
+        if finished or not self.task.requires_end:
+            grade = self.task.grade(before(text, self.sampling.stop), problem.gold)
+        return Trajectory(
+            prompt_id=problem.id,
+            group=problem.id,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            response=text,
+            response_ids=ids,
+            ref_logprobs=[],
+            finished=finished,
+            gold=problem.gold,
+            **grade._asdict(),
+        )
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

@@ -9,7 +9,9 @@ from topr.trajectories.file import Trajectory
 
 
 @torch.no_grad()
-def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int) -> None:
+def add_log_probs(
+    policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int = 16384
+) -> None:
     """Set `ref_logprobs` of trajectories; 0 where not sampled.
 
     Args:
