@@ -38,9 +38,8 @@ class Verifier(Task):
         """
         table = pa.concat_tables(map(read_table, resolve_files(str(source))))
         rewards = table.select(["reward"]).to_pandas()
-        chosen = with_share(rewards, 0.5, None, np.random.default_rng(0))
-        problems = self.candidates([Trajectory(**row) for row in table.to_pylist()])
-        return [problems[number] for number in chosen]
+        chosen = table.take(with_share(rewards, 0.5, None, np.random.default_rng(0)))
+        return self.candidates([Trajectory(**row) for row in chosen.to_pylist()])
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
         """A problem for each trajectory, whose reward decides the right verdict."""
