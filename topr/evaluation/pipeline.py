@@ -73,7 +73,7 @@ class SamplingJob:
             found = read_metadata(path)
             if found | self.metadata != found:
                 raise InputError(
-                    f"{path} holds trajectories of another policy, task or set of problems; "
+                    f"{path} holds trajectories of another policy, task or problems; "
                     "name another folder"
                 )
         missing = []
