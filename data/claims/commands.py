@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from topr.distributed import die_with_parent
@@ -77,6 +78,7 @@ def perform(words: list[str], output: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(ROOT)
+    torch.set_num_threads(1)  # as fast as more for policies of this size
     sys.argv = words
     # known by content, and so shared by the commands
     os.environ["HF_DATASETS_CACHE"] = str(output.parents[1] / "datasets")
