@@ -78,6 +78,7 @@ def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit
     events = read(folder)
     values, tags = hparams(events)
     assert values["loss/class_path"] == "topr.losses.TOPR"
+    assert not [name for name in values if name.startswith("_")]  # what Lightning keeps for itself
     assert (values["loss/init_args/b_minus"], values["optimizer/init_args/lr"]) == (1, 3e-4)
     assert (values["seed"], values["batch_size"]) == (0, 8)
     assert values["train"] == str(folder.parents[2] / "train.parquet")

@@ -53,5 +53,6 @@ def save_hyperparameters(module: Any, *ignored: str) -> None:
     checkpoints, and for loggers."""
     caller: FrameType = inspect.currentframe().f_back  # type: ignore[union-attr, assignment]
     module.save_hyperparameters(ignore=ignored, frame=caller)
+    module.hparams.pop("_instantiator", None)  # by LightningCLI; loggers would show it
     module.save_hyperparameters(plain(dict(module.hparams)))
     module.hparams["_instantiator"] = INSTANTIATOR  # after the loggers' copy was made
