@@ -18,10 +18,7 @@ from topr.identity import content_hash, data_hash
 from topr.io import InputError, atomic
 
 ROOT = Path(__file__).parents[2]
-# what decides an output beside the arguments of its command; not .pyc
-INPUTS = ["requirements.txt", "*.py", "topr/**/*.*[!c]", "configs/**/*.yaml"]
-INPUTS += ["data/arithmetic/**/*.*[!c]", "data/claims/commands.yaml", "data/claims/training.yaml"]
-TEMPLATES = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
+TEMPLATES = yaml.safe_load((ROOT / "data/claims/commands.yaml").read_text())
 # Processes are forked from one that has imported the commands, which would take each 7 s.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["__main__", "train", "evaluate", "data.arithmetic.make"])
@@ -31,7 +28,7 @@ class Commands:
     """Runs commands, and keeps their outputs in the folder `cache`.
 
     Each folder in it is of one command: `output`, and what it printed. Its name is a hash of what
-    decides the output: the arguments, and the content of code, configs and shipped data.
+    decides the output: the command, and the content of code, configs and shipped data.
     """
 
     def __init__(self, cache: Path):
@@ -45,19 +42,21 @@ class Commands:
         Args:
             name: of a command in commands.yaml
             more: arguments behind those of commands.yaml
-            values: of the words in braces
+            values: of the words in braces, and others
 
         Raises an InputError if the command fails. A training that diverges does not: its folder
         lacks the policy.
         """
-        key = content_hash(self.inputs, name, more, values)
+        words = [word.format(out="{out}", **values) for word in TEMPLATES[name].split()]
+        words += more
+        key = content_hash(self.inputs, words)
         folder = self.cache / key / "output"
         with self.locks[key]:  # another thread may be running the same command
             if not folder.exists():
                 with atomic(folder) as partial:
                     partial.mkdir()
-                    words = [word.format(**values, out=partial) for word in TEMPLATES[name].split()]
-                    start(folder.with_suffix(".txt"), [*words, *more])
+                    complete = [word.replace("{out}", str(partial)) for word in words]
+                    start(folder.with_suffix(".txt"), complete)
         return folder
 
 
@@ -86,8 +85,8 @@ def perform(words: list[str], output: Path) -> None:
 
 
 def inputs_hash(root: Path) -> str:
-    """Hash of the files that decide outputs."""
+    """Hash of the files that decide outputs, see commands.yaml."""
     files: list[str] = []
-    for pattern in INPUTS:
+    for pattern in TEMPLATES["inputs"]:
         files += map(str, sorted(root.glob(pattern)))
     return data_hash(files)

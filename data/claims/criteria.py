@@ -4,7 +4,7 @@ Results are one table: its index has the levels `seed` and `metric`, its columns
 and whatever else has these metrics.
 """
 
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,13 @@ def load_claim(number: int, setting: dict[str, Any], rates: dict[str, float]) ->
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
     text = Path(__file__).with_name("claims.yaml").read_text()
     template = Template(text, undefined=StrictUndefined)
-    return yaml.safe_load(template.render(setting, chosen=defaultdict(float, rates)))[number]
-
-
-def half_width(values: pd.Series | pd.DataFrame) -> Any:
-    """Half of the 95% t-interval of a column's mean over at least two seeds."""
-    return stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    return yaml.safe_load(template.render(setting, chosen=rates))[number]
 
 
 def over_seeds(values: pd.Series) -> dict[str, Any]:
-    """Mean, 95% t-interval and the values, one for each seed."""
+    """Mean, 95% t-interval and the values, one for each of at least two seeds."""
     mean = values.mean()
-    half = half_width(values)
+    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
     return {"mean": mean, "interval": [mean - half, mean + half], "values": values.tolist()}
 
 
@@ -39,12 +34,12 @@ def evaluated(results: pd.DataFrame, row: str) -> pd.DataFrame:
     return values.unstack("metric").round(5)
 
 
-def summarise(results: pd.DataFrame, rows: list[str], metrics: list[str]) -> dict[str, Any]:
+def summarise(results: pd.DataFrame, rows: Iterable[str], metrics: list[str]) -> dict[str, Any]:
     """The rows of a report, in the metrics that they have."""
     table = {}
     for row in rows:
         values = evaluated(results, row).reindex(columns=metrics).dropna(axis=1)
-        table[row.replace("`", "")] = {name: over_seeds(values[name]) for name in values}
+        table[row] = {name: over_seeds(values[name]) for name in values}
     return table
 
 
@@ -71,8 +66,6 @@ def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
 def verdict(parts: dict[str, str]) -> str:
     """Whether a claim holds: in part if some of its parts do and others fail."""
     answers = set(parts.values())
-    if not answers:
-        return "not a claim"
-    if "no" in answers:
-        return "in part" if "yes" in answers else "no"
-    return min(answers)
+    if answers >= {"no", "yes"}:
+        return "in part"
+    return min(answers, default="not a claim")  # as in `check`

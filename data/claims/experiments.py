@@ -10,7 +10,6 @@ import pandas as pd
 from data.claims.commands import ROOT, Commands
 from topr.evaluation import per_problem, read_parts
 
-# of a policy that does not exist, because training diverged
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 Rows = dict[str, Any]  # metrics of each row
@@ -37,18 +36,17 @@ class Experiment:
     def __post_init__(self):
         self.folder = ROOT / "data/arithmetic"
         if self.setting["base"]:
-            self.folder = self.run("base", setting=self.setting["base"])
+            self.folder = self.run("base")
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
         self.trajectories = self.sample(self.base, "train", self.setting["trajectories"])
 
     def run(self, name: str, *more: str, **values: Any) -> Path:
-        """The folder with the output of a command, by default with the setting's config."""
-        given = {"config": self.setting["config"], "seed": self.seed} | values
-        return self.commands.run(name, *more, **given)
+        """The folder with the output of a command; the setting gives values, too."""
+        return self.commands.run(name, *more, seed=self.seed, **self.setting | values)
 
     def train(
-        self, label: str, rate: float, arguments: str, curation: str, points: int = 0
+        self, label: str, rate: float, arguments: str, curation: str, validate: bool = False
     ) -> Rows:
         """Train the base policy and measure the end.
 
@@ -57,15 +55,14 @@ class Experiment:
         Args:
             arguments: of fit
             curation: arguments of curate, which selects the data
-            points: validations of an epoch, beside one before and one after training
+            validate: before, in and after training, unless it serves to choose a rate
         """
-        data = self.curate(self.trajectories, *curation.split())
+        data = self.run("curate", *curation.split(), f"{self.trajectories}/*.parquet")
         more = arguments.split()
-        validates = points and self.split == "test"
-        if validates:
+        validate = validate and self.split == "test"
+        if validate:
             more.append(f"--data.val={self.folder}/val.jsonl")
-            more.append(f"--trainer.val_check_interval={1 / points}")
-        run = self.fit(*more, data=data, rate=rate)
+        run = self.run("fit", *more, policy=self.base, data=data, rate=rate) / "fit/version_0"
         metrics = pd.read_csv(run / "metrics.csv")
         end = self.measure(run / "policy", self.split, self.samples)
         rows = {"before training": self.start.mean(), label: end.mean()}
@@ -74,7 +71,7 @@ class Experiment:
             rows[f"{label}, {name}"] = row.fillna(0)
         if "loss/ppo" in arguments:
             rows[label]["without gradient"] = without_gradient(metrics)
-        if validates:
+        if validate:
             validations = metrics.filter(like="val/").dropna().rename(columns=lambda x: x[4:])
             for i, values in enumerate(validations.to_dict("records")):
                 rows[f"{label} at validation {i}"] = values
@@ -94,8 +91,9 @@ class Experiment:
             positives = 0.0  # share of the data
             if policy.exists():
                 pooled = self.sample(policy, "train", pool, limit)
-                data = self.curate(pooled, way, "--budget=8", f"--iteration={i}")
-                run = self.fit(policy=policy, data=data, rate=rate)
+                curation = [way, "--budget=8", f"--iteration={i}"]
+                data = self.run("curate", *curation, f"{pooled}/*.parquet")
+                run = self.run("fit", policy=policy, data=data, rate=rate) / "fit/version_0"
                 policy = run / "policy"
                 positives = pd.read_csv(run / "metrics.csv")["train/positive_share"].mean()
             values = self.measure(policy, self.split, self.samples).mean()
@@ -109,12 +107,12 @@ class Experiment:
         It trains on two of its own critiques of each trajectory. Before and after it judges 8
         solutions of each test problem, 4 times each.
         """
-        steps = self.setting["verifier_steps"]
-        verifier = self.run("verifier", policy=self.base, steps=steps) / "base"
+        verifier = self.run("verifier", policy=self.base) / "base"
         given = {"config": "configs/arithmetic_verifier.yaml", "policy": verifier}
-        critiques = self.run("sample", problems=self.trajectories, samples=2, **given)
-        trained = self.fit(data=critiques / "part-*.parquet", rate=rate, **given) / "policy"
-        return self.judge("before", verifier) | self.judge("after", trained)
+        solutions = f"{self.trajectories}/*.parquet"
+        critiques = self.run("sample", problems=solutions, samples=2, **given)
+        run = self.run("fit", data=critiques, rate=rate, **given) / "fit/version_0"
+        return self.judge("before", verifier) | self.judge("after", run / "policy")
 
     def judge(self, label: str, verifier: Path) -> Rows:
         """Accuracy and invalid critiques of a verifier, and votes that it weighs.
@@ -124,32 +122,26 @@ class Experiment:
         problems = self.folder / "test.jsonl"
         folder = self.run("judge", policy=self.base, problems=problems, verifier=verifier)
         critiques = pd.read_parquet(next(folder.glob("responses/arithmetic-verifier-*")))
-        critiques["accuracy"] = critiques["reward"] > 0
-        critiques["invalid"] = ~critiques["valid"]
-        scores = critiques.groupby("gold")[["accuracy", "invalid"]].mean().mean()
+        balanced = critiques.groupby("gold")[["reward", "valid"]].mean().mean()
         (results,) = json.loads((folder / "results.json").read_text()).values()
-        votes = pd.DataFrame(results["arithmetic"]).loc["mean"].filter(regex="maj|weighted")
-        return {label: pd.concat([scores, votes])}
+        values = pd.DataFrame(results["arithmetic"]).loc["mean"]
+        values["accuracy"] = (1 + balanced["reward"]) / 2  # rewards are +1 and -1
+        values["invalid"] = 1 - balanced["valid"]
+        return {label: values}
 
     def sample(self, policy: Path, split: str, samples: int, *more: str) -> Path:
-        """Files with a policy's responses to each problem of a split."""
+        """A folder with a policy's responses to each problem of a split."""
         problems = self.folder / f"{split}.jsonl"
-        given = {"policy": policy, "problems": problems, "samples": samples}
-        return self.run("sample", *more, **given) / "part-*.parquet"
-
-    def curate(self, files: Path, way: str, *more: str) -> Path:
-        """A file with a selection of trajectories."""
-        return self.run("curate", *more, files=files, way=way) / "train.parquet"
-
-    def fit(self, *more: str, **values: Any) -> Path:
-        """The folder of a run, by default of the base policy. Without a policy it diverged."""
-        return self.run("fit", *more, **{"policy": self.base} | values) / "fit/version_0"
+        return self.run("sample", *more, policy=policy, problems=problems, samples=samples)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
-        """pass@1, maj@samples (as `maj`), invalid and more of each problem."""
+        """pass@1, maj@samples (as `maj`), invalid and more of each problem.
+
+        A policy that does not exist is that of a training that diverged.
+        """
         if not policy.exists():
             return self.measure(self.base, split, samples).assign(**DIVERGED)
-        values = per_problem(read_parts(self.sample(policy, split, samples).parent))
+        values = per_problem(read_parts(self.sample(policy, split, samples)))
         return values.assign(maj=values[f"maj@{samples}"])
 
 
@@ -159,7 +151,8 @@ def without_gradient(metrics: pd.DataFrame) -> float:
     For the token ratio it is the mean share of their tokens.
     """
     updates = metrics.dropna(subset="train/loss")
-    last = updates.tail(max(1, len(updates) // 5)).mean()
-    positives = last["train/positive_share"]
-    truncated = last[["weight/positives_truncated", "weight/negatives_truncated"]]
-    return float(truncated @ [positives, 1 - positives])
+    last = updates[len(updates) * 4 // 5 :].mean()
+    share = last["train/positive_share"]
+    positives = share * last["weight/positives_truncated"]
+    negatives = (1 - share) * last["weight/negatives_truncated"]
+    return positives + negatives

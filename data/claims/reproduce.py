@@ -11,20 +11,18 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import pandas as pd
 import yaml
 from jinja2 import Template
 from jsonargparse.typing import PositiveInt, restricted_number_type
-from matplotlib.figure import Figure
 
 from data.claims.commands import ROOT, Commands
-from data.claims.criteria import check, half_width, load_claim, summarise, verdict
+from data.claims.criteria import check, load_claim, summarise, verdict
 from data.claims.study import Study, add_peaks, best
 from topr.commands import ArgumentParser, command
-from topr.evaluation.report import table
-from topr.io import InputError, atomic, check_folder, lock, write_text
+from topr.evaluation.report import draw, table
+from topr.io import InputError, check_folder, lock, write_text
 
-SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+SETTINGS: dict[str, Any] = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
@@ -46,7 +44,7 @@ def reproduce(
         out: folder; the report is in a folder under it
         workers: number of processes
     """
-    setting = SETTINGS["standard"] | SETTINGS[regime]
+    setting = SETTINGS[regime]
     known = setting["claims"].split(",") + ["9"]
     numbers = (claims or setting["claims"]).split(",")
     for text in numbers:
@@ -57,32 +55,31 @@ def reproduce(
     all_seeds = list(range(1, 1 + (seeds or setting["seeds"])))
     study = Study(Commands(out / "cache"), workers, setting, all_seeds)
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
-    command_line = f"python {shlex.join(sys.argv)}"
     report: dict[str, Any] = {
-        "made": f"`{command_line}`, commit {commit}, {platform.machine()}",
+        "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",
         "setting": setting,
         "claims": [],
     }
+    template = Template((ROOT / "data/claims/claims.md.jinja").read_text())
+    folder = out / regime
     for number in numbers:
         claim, drawn = measure(study, int(number))
         report["claims"].append(claim)
-        template = Template(Path(__file__).with_name("claims.md.jinja").read_text())
-        write_text(out / regime / "claims.md", template.render(report, table=table))
-        write_text(out / regime / "claims.json", json.dumps(report, indent=1) + "\n")
-        draw(out / regime / f"claim_{number}.png", drawn)
+        write_text(folder / "claims.md", template.render(report, table=table))
+        write_text(folder / "claims.json", json.dumps(report, indent=1) + "\n")
+        draw(folder / f"claim_{number}.png", drawn)
         print(f"{number}. {claim['statement']}: {claim['holds']}", flush=True)
-    print(f"wrote claims.json, claims.md and figures under {out / regime}")
+    print(f"wrote claims.json, claims.md and figures under {folder}")
 
 
-def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The report of a claim, and the results that its figure shows."""
+def measure(study: Study, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The report of a claim, and the rows of its figure."""
     claim = load_claim(number, study.setting, {})
     tuning = study.tune(claim["runs"], claim["tuning"])
     rates = {label: best(gains) for label, gains in tuning.items()}
     claim = load_claim(number, study.setting, rates)
     runs = {label: {"rate": rates.get(label)} | run for label, run in claim["runs"].items()}
-    samples = min(study.setting["samples"], claim["samples"])
-    results = study.run(claim["experiment"], runs, study.seeds, "test", samples)
+    results = study.run(claim["experiment"], runs, study.seeds, "test", claim["samples"])
     add_peaks(results, runs)
     parts = check(claim["parts"], results)
     metrics = claim["metrics"]
@@ -98,31 +95,16 @@ def measure(study: Study, number: int) -> tuple[dict[str, Any], pd.DataFrame]:
         "tuning": tuning,
         "rates": rates,
     }
-    drawn = results.filter(regex=claim["drawn"]).unstack("metric").swaplevel(axis=1)
-    return report, drawn[metrics].dropna(axis=1, how="all")  # validations have no maj
-
-
-def draw(path: Path, values: pd.DataFrame) -> None:
-    """A panel for each metric."""
-    means = 100 * values.mean().unstack(0, sort=False)
-    errors = 100 * half_width(values).unstack(0, sort=False)
-    size = 4 * len(means.columns), 5
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(means.columns))
-    ticks = range(len(means))
-    means.plot(ax=panels, subplots=True, yerr=errors, fmt="o", capsize=3, xticks=ticks, rot=90)
-    panels[0].set_ylabel("per cent, 95% interval")
-    with atomic(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    return report, summarise(results, results.filter(regex=claim["drawn"]), metrics)
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_function_arguments(reproduce, as_group=False)
-    text = "minutes, no evidence"
+    # first, because the default of the last argument with this `dest` counts
     parser.add_argument(
-        "--quick", dest="regime", action="store_const", const="quick", default="standard", help=text
+        "--quick", dest="regime", action="store_const", const="quick", help="minutes, no evidence"
     )
+    parser.add_function_arguments(reproduce, as_group=False)
     with command():
         reproduce(**vars(parser.parse_args()))
 

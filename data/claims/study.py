@@ -80,8 +80,7 @@ def add_peaks(results: pd.DataFrame, runs: Runs) -> None:
     would be a peak of its noise, too. After divergence all values are 0.
     """
     for label in runs:
-        names = [name for name in results if name.startswith(f"{label} at validation")]
-        curve = results[names].fillna(0)
+        curve = results.filter(regex=f"^{label} at validation").fillna(0)
         others = curve.groupby("metric").transform("sum") - curve
         at_peak = others.eq(others.max(axis="columns"), axis="index")
         results[f"{label} at its peak"] = curve.where(at_peak).max(axis="columns")
