@@ -24,7 +24,6 @@ LEVELS = [
 ]
 EXTRAS = ["callbacks", "checkpoints", "commands", "iterate", "optim", "runs", "evaluation.live"]
 EXTRAS += ["evaluation.benchmarks", "evaluation.metrics", "evaluation.report"]
-EXTRAS += ["policy.compiling", "policy.lora", "policy.sharding"]
 EXTRAS += ["sampling.local", "sampling.server", "tasks.arithmetic", "tasks.equivalence"]
 EXTRAS += ["tasks.gsm8k", "tasks.math", "tasks.verifier"]
 EXTRAS += ["trajectories.curate", "trajectories.importing", "trajectories.rows"]
