@@ -60,7 +60,7 @@ class Evaluation:
     seed: NonNegativeInt = 0
     devices: PositiveInt | None = None
 
-    def run(self) -> None:
+    def run(self):
         """Sample what is missing, then write responses, table and figure."""
         jobs = self.find_jobs()
         devices = self.devices or torch.cuda.device_count()
@@ -166,7 +166,7 @@ class Evaluation:
         return np.reshape(approved, (-1, self.critiques)).mean(axis=1).tolist()
 
 
-def main() -> None:
+def main():
     end_with_parent()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")

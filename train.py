@@ -25,12 +25,10 @@ from topr.checkpoints import updates
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_with_parent, rank
-from topr.io import InputError, explained, first_line, is_out_of_memory, lock, write_text
+from topr.io import InputError, explained, first_line, lock, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 
-# of a run, which may have a sentence for the user; others are bugs, and keep their traceback
-ERRORS = (InputError, MisconfigurationException, RuntimeError, MemoryError, CheckpointException)
 DEFAULTS = {
     "max_epochs": 1,
     "enable_model_summary": False,
@@ -62,7 +60,7 @@ class CLI(LightningCLI):
         every = LightningCLI.subcommands()
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: LightningArgumentParser):
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("model.task", "data.task", apply_on="instantiate")
@@ -73,15 +71,15 @@ class CLI(LightningCLI):
             apply_on="instantiate",
         )
 
-    def _set_seed(self) -> None:
+    def _set_seed(self):
         with explained("seed_everything does not do", ValueError):
             super()._set_seed()
 
-    def _parse_ckpt_path(self) -> None:
+    def _parse_ckpt_path(self):
         """Do nothing: Lightning would lay the checkpoint's hyper-parameters over what the user
         wrote."""
 
-    def before_instantiate_classes(self) -> None:
+    def before_instantiate_classes(self):
         """Decide the run's folder and the checkpoint that it resumes."""
         config = self.config[self.subcommand]
         config.data.seed = int(config.seed_everything)  # with `true`, Lightning has drawn one
@@ -110,14 +108,14 @@ class CLI(LightningCLI):
         run.hand_out(config.trainer)
         self.run = run
 
-    def instantiate_classes(self) -> None:
+    def instantiate_classes(self):
         try:
             super().instantiate_classes()
         except (MisconfigurationException, TypeError, ValueError, ImportError) as error:
             # jsonargparse wraps the error of a class in one that lists every type it tried
             raise InputError(first_line(error.__cause__ or error)) from error
 
-    def after_instantiate_classes(self) -> None:
+    def after_instantiate_classes(self):
         """Give checkpoints their folder; check that each device holds a shard of its own."""
         trainer = self.trainer
         for callback in trainer.checkpoint_callbacks:
@@ -136,7 +134,7 @@ class CLI(LightningCLI):
             message = f"the checkpoint {checkpoint} is sharded"
             raise InputError(f"{message}; resume it with --config configs/fsdp.yaml")
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def _run_subcommand(self, subcommand: str):
         """Run a trainer's command. A new run that ends in an error before its first update leaves
         no folder."""
         trainer = self.trainer
@@ -149,32 +147,22 @@ class CLI(LightningCLI):
             write_text(folder / "config.yaml", self.yaml)
         try:
             super()._run_subcommand(subcommand)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if folder and is_new and trainer.global_step == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, ERRORS):
-                raise InputError(self._explain(error)) from error
+            if isinstance(error, MisconfigurationException):
+                raise InputError(first_line(error)) from error
+            if isinstance(error, CheckpointException):  # of every rank
+                if rank():
+                    raise SystemExit(0) from error
+                reason = first_line(next(iter(error.failures.values()))[0])
+                what = f"a sharded checkpoint cannot be written or read ({reason})"
+                remedy = "make room and resume with --ckpt_path last, or name another"
+                raise InputError(f"{what}: {remedy}") from error
             raise
 
-    def _explain(self, error: BaseException) -> str:
-        """One sentence for an error of a run; an error of unknown cause is raised again."""
-        reason = first_line(error)
-        if isinstance(error, InputError | MisconfigurationException):
-            return reason
-        if isinstance(error, CheckpointException):
-            if rank():  # every rank raises it
-                raise SystemExit(0) from error
-            reason = first_line(next(iter(error.failures.values()))[0])
-            remedy = "make room and resume with --ckpt_path last, or name another"
-            return f"a sharded checkpoint cannot be written or read ({reason}): {remedy}"
-        if not is_out_of_memory(error):
-            raise error
-        remedy = f"lower data.microbatch_tokens, now {self.datamodule.microbatch_tokens}"
-        remedy += ", or in sampling model.sampler.init_args.rows"
-        return f"out of memory ({reason}): {remedy}, or shard the policy (configs/fsdp.yaml)"
 
-
-def quieten() -> None:
+def quieten():
     """Drop what libraries print that does not concern the user."""
     ignored = [
         "LeafSpec",  # between Lightning and torch
@@ -191,7 +179,7 @@ def quieten() -> None:
     logger.addFilter(lambda record: not dropped.search(record.getMessage()))
 
 
-def main() -> None:
+def main():
     end_with_parent()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # nothing in a checkpoint is executed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when the loader forks

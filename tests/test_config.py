@@ -107,7 +107,7 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
         "subclass of Optimizer",
         "--model.optimizer=torch.optim.SGD",
     ),
-    "a negative rate": (f"{RATE}=-1", "model.optimizer does not take its arguments", f"{RATE}=1"),
+    "a negative rate": (f"{RATE}=-1", "does not take its arguments", f"{RATE}=1"),
     "Lightning's place of the optimiser": (
         "--optimizer=SGD",
         "--optimizer",

@@ -262,7 +262,7 @@ def test_running_out_of_memory_in_an_update_names_the_key_to_lower(files, run, m
     error = err.splitlines()[-1]
     assert code == 2
     assert error.startswith("error: out of memory (")
-    assert "lower data.microbatch_tokens, now 60" in error
+    assert "lower microbatch_tokens" in error
     assert not list(run.folder.glob("runs/arithmetic/version_*"))
 
 
@@ -272,4 +272,4 @@ def test_running_out_of_memory_in_sampling_names_the_key_to_lower(files, run, mo
     error = err.splitlines()[-1]
     assert code == 2
     assert "out of memory (" in error
-    assert "in sampling model.sampler.init_args.rows" in error
+    assert "the sampler's rows" in error

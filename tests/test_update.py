@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import train
 from data.arithmetic.imitation import SYMBOLS, make_tokenizer
 from topr.datamodule import TrajectoryDataModule, Updates
-from topr.io import DivergedError
+from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.policy import export_policy
@@ -305,7 +305,7 @@ def test_infinity_ends_the_run_before_the_update_and_names_the_row(tmp_path, pol
     data = write(tmp_path / "train.parquet", policy, trajectories)
     before = plain_module(policy, Infinite())
     message = f"update 1: the {what} is NaN or infinite for 1 of its 23 .*first row 5 of {data}"
-    with pytest.raises(DivergedError, match=message):
+    with pytest.raises(InputError, match=message):
         plain_fit(before, data)
     stored = load_file(policy / "model.safetensors")
     assert all(torch.equal(w, stored[name]) for name, w in before.policy.model.named_parameters())

@@ -11,7 +11,7 @@ def lazy(package: str, **modules: list[str]) -> Callable[[str], Any]:
     imported when they are used, so that commands start without the rest."""
     homes = {name: module for module, names in modules.items() for name in names}
 
-    def find(name: str) -> Any:
+    def find(name: str):
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{homes[name]}"), name)

@@ -26,6 +26,7 @@ Batching = Literal["trajectories", "groups", "pairs"]
 # Queries start:end see themselves, causally, and before them the tokens first:last of their prompt
 # (none if equal). Spans follow each other without a gap; a prompt's comes before its responses'.
 Span = tuple[int, int, int, int]
+Spans = tuple[Span, ...]
 
 
 def seen_by(span: Span) -> np.ndarray:
@@ -40,7 +41,7 @@ class Tokens(NamedTuple):
 
     input_ids_L: Tensor
     position_ids_L: Tensor
-    trajectories: tuple[Span, ...]  # start and end of each response, start and end of its prompt
+    trajectories: Spans  # start and end of each response, start and end of its prompt
     predicting: tuple[np.ndarray, ...]  # within prompt and response, what predicts sampled tokens
     position_N: Tensor  # where in the row the token stands that predicts each sampled token
     target_N: Tensor  # the sampled tokens
@@ -53,7 +54,7 @@ class Tokens(NamedTuple):
         return [len(places) for places in self.predicting]
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> Spans:
         """What each token attends to."""
         spans: list[Span] = []
         responses = Counter(first for _, _, first, _ in self.trajectories)

@@ -53,7 +53,8 @@ def command() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = f"out of memory ({first_line(error)}); take a smaller policy or another device"
+        remedy = "lower microbatch_tokens or the sampler's rows, shard or take a smaller policy"
+        message = f"out of memory ({first_line(error)}); {remedy}"
     else:
         return
     sentence = printable(" ".join(message.split()), limit=450)  # it may quote the input

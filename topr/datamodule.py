@@ -122,7 +122,7 @@ class UpdateLoader:
         """Where Lightning looks for `set_epoch`."""
         return self
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int):
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -134,7 +134,7 @@ class UpdateLoader:
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "updates": self.taken}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int]):
         self.epoch = state["epoch"]
         self.start = state["updates"]
 
@@ -233,7 +233,7 @@ class TrajectoryDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str):
         """Check every file that a stage reads before anything is written. All ranks raise the first
         InputError."""
         self.few_problems = bool(self.trainer and self.trainer.fast_dev_run)
@@ -250,7 +250,7 @@ class TrajectoryDataModule(LightningDataModule):
                 if rank() == 0:
                     lock(self.out)
 
-    def _setup_training(self) -> None:
+    def _setup_training(self):
         """Read the training set, plan the first epoch, and say what the data are like."""
         self.data = read_training_set(
             self.train or [], self.policy, longest=self.microbatch_tokens // self.unit
@@ -293,7 +293,7 @@ class TrajectoryDataModule(LightningDataModule):
             padded = self.trainer.lightning_module.policy.padded
         return UpdateLoader(self, epoch, padded)
 
-    def _job(self, split: str) -> Any:
+    def _job(self, split: str):
         """The `SamplingJob` of `val`, `test` or `problems`; None if the split is not set."""
         from topr.evaluation.pipeline import SamplingJob
 
@@ -319,7 +319,7 @@ class TrajectoryDataModule(LightningDataModule):
         job = self.job(split)
         return ProblemBatch(job, list(range(rank(), len(job.problems), world_size())))
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         if self.val is None:
             return []  # Lightning then does not validate
         return ProblemBatches([self.problem_batch("val")])
@@ -341,7 +341,7 @@ class TrajectoryDataModule(LightningDataModule):
         return loader
 
 
-def check_signs(advantage: np.ndarray, reward: np.ndarray) -> None:
+def check_signs(advantage: np.ndarray, reward: np.ndarray):
     """Say where advantages of one sign, or none, leave nothing to learn."""
     if not advantage.any():
         message = "data.train: every advantage is 0, so there is nothing to learn"

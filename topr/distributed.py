@@ -24,14 +24,14 @@ class Preempted(SystemExit):
     code = 128 + signal.SIGTERM
 
 
-def end_with_parent() -> None:
+def end_with_parent():
     """End a rank together with the process that started it, even by SIGKILL; files it has written
     are complete."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
 
 
-def die_with_parent() -> None:
+def die_with_parent():
     """Have the kernel kill this process when the one that started it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -39,7 +39,7 @@ def die_with_parent() -> None:
 
 # a thread of gloo that outlives the interpreter can abort the process (pytorch/pytorch#179291)
 @atexit.register
-def leave_group() -> None:
+def leave_group():
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -54,7 +54,7 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value) -> list[Any]:
     """`value` of every rank, in the order of the ranks."""
     if not torch.distributed.is_initialized():
         return [value]
@@ -78,4 +78,4 @@ def same_error_on_all_ranks() -> Iterator[None]:
     if rank() > 0:
         # after another exit code, a launcher would kill rank 0 before it has printed the message
         raise SystemExit(0)
-    raise type(error or InputError())(messages[0]) from error
+    raise InputError(messages[0]) from error

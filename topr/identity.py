@@ -24,7 +24,7 @@ UNRELATED = ["_name_or_path", "_from_model_config", "transformers_version", "dty
 UNRELATED += ["architectures"]
 
 
-def content_hash(*parts: Any) -> str:
+def content_hash(*parts) -> str:
     """16 hex digits of any values that JSON or `describe` can write."""
     text = json.dumps(parts, sort_keys=True, default=describe)
     return xxhash.xxh3_64_hexdigest(text.encode())
@@ -41,7 +41,7 @@ def data_hash(files: list[str]) -> str:
     return content_hash([file_hash(path) for path in files])
 
 
-def grader_hash(task: Any) -> str:
+def grader_hash(task) -> str:
     """Hash of what decides a grade: the source of the task's modules and its settings."""
     files = set(task.sources)
     sources = []
@@ -56,7 +56,7 @@ def grader_hash(task: Any) -> str:
     return content_hash(type(task).__qualname__, sources, settings)
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer) -> str:
     """Hash of what decides token ids: rules, vocabulary, special tokens, chat template. Trajectory
     files of all earlier versions hold it in this form."""
     rules = tokenizer.get_vocab()
@@ -98,7 +98,7 @@ def tensor_hash(tensor: Tensor) -> str:
     return f"{list(values.shape)} {xxhash.xxh3_64_hexdigest(values)}"
 
 
-def provenance(name: str, precision: str, **more: Any) -> dict[str, Any]:
+def provenance(name: str, precision: str, **more) -> dict:
     """Metadata of a trajectory file whose log mu this stored policy scored; see
     `trajectories.file.METADATA_KEYS`."""
     identity = {"tokenizer": tokenizer_hash(load_tokenizer(name)), "policy": policy_hash(name)}

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
 LOCKS: list[IO] = []  # open files; closing one would end its lock
@@ -16,10 +16,6 @@ LOCKS: list[IO] = []  # open files; closing one would end its lock
 
 class InputError(ValueError):
     """Bad input or configuration. The message is one sentence: what, where, expected, remedy."""
-
-
-class DivergedError(InputError):
-    """Training produced NaN or infinity."""
 
 
 def first_line(error: BaseException) -> str:
@@ -35,7 +31,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def explained(what: str, errors: Any = Exception, remedy: str = "") -> Iterator[None]:
+def explained(what: str, errors=Exception, remedy: str = "") -> Iterator[None]:
     """Turn a library's errors into an `InputError`: what is wrong, the first line, the remedy.
 
     By default any error, because a broken file makes libraries raise anything.
@@ -54,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(re.search(r"(?i)(out of|allocate|enough) memory|MemoryError", repr(error)))
 
 
-def check_folder(name: str, path: str | Path) -> None:
+def check_folder(name: str, path: str | Path):
     """Raise an InputError if the folder `path` cannot be created or written, before work starts."""
     existing = Path(path).absolute()
     while not existing.exists():
@@ -92,7 +88,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
         remove(folder)
 
 
-def lock(folder: str | Path) -> None:
+def lock(folder: str | Path):
     """Keep other processes out of a folder until this process ends, and remove the temporary files
     that killed ones left in it.
 
@@ -113,13 +109,13 @@ def lock(folder: str | Path) -> None:
         remove(left)
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text(path: str | Path, text: str):
     """Write a text file atomically."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def remove(path: Path) -> None:
+def remove(path: Path):
     """Remove a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)

@@ -42,7 +42,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def iterate(args: argparse.Namespace, rest: list[str]) -> None:
+def iterate(args: argparse.Namespace, rest: list[str]):
     """Repeat the three steps; `rest` holds the arguments of train.py."""
     claim_folder(args, rest)
     policy: list[str] = []  # at first that of the configuration
@@ -70,7 +70,7 @@ def iterate(args: argparse.Namespace, rest: list[str]) -> None:
         print(f"\n{figures.to_string()}\n\nThe newest policy is {run / 'policy'}", flush=True)
 
 
-def claim_folder(args: argparse.Namespace, rest: list[str]) -> None:
+def claim_folder(args: argparse.Namespace, rest: list[str]):
     """Raise an InputError if the folder holds results of other arguments."""
     check_folder("--out", args.out)
     lock(args.out)
@@ -82,7 +82,7 @@ def claim_folder(args: argparse.Namespace, rest: list[str]) -> None:
     write_text(path, text)
 
 
-def train(*arguments: str) -> None:
+def train(*arguments: str):
     """Run train.py in a process that ends before this one does. SystemExit if it fails: it has
     printed why."""
     with subprocess.Popen(
@@ -99,7 +99,7 @@ def train(*arguments: str) -> None:
         raise SystemExit(code)
 
 
-def main() -> None:
+def main():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(143))
     with command():

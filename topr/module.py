@@ -91,7 +91,7 @@ class PolicyModule(LightningModule):
         check_trainer(self.trainer)
         return [PredictionWriter()]
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         """Load the weights; Lightning calls this once the strategy has set the device up, and
         before it loads a checkpoint."""
         if hasattr(self, "policy"):
@@ -115,7 +115,7 @@ class PolicyModule(LightningModule):
             # the head's float32 products in TF32: 8 times as precise as bfloat16, and fast
             torch.set_float32_matmul_precision("high")
 
-    def prepare(self, policy: Policy) -> None:
+    def prepare(self, policy: Policy):
         """Add adapters and activation checkpointing."""
         if self.lora is not None:
             from topr.policy.lora import add_adapters
@@ -127,12 +127,12 @@ class PolicyModule(LightningModule):
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def configure_optimizers(self) -> Any:
-        with explained("model.optimizer does not take its arguments", (TypeError, ValueError)):
+    def configure_optimizers(self):
+        what = "model.optimizer or model.lr_scheduler does not take its arguments"
+        with explained(what, (TypeError, ValueError)):
             optimizer = self.optimizer(self.trained_parameters())
-        if self.lr_scheduler is None:
-            return optimizer
-        with explained("model.lr_scheduler does not take its arguments", (TypeError, ValueError)):
+            if self.lr_scheduler is None:
+                return optimizer
             return [optimizer], [self.lr_scheduler(optimizer)]
 
     def training_step(self, update: Update, batch_idx: int) -> dict[str, Rows]:
@@ -174,7 +174,7 @@ class PolicyModule(LightningModule):
         model = self.trainer.strategy.model
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def check_update(self, rows: Rows, norm: float) -> None:
+    def check_update(self, rows: Rows, norm: float):
         """End the run before an update that would do harm; see `topr.statistics`."""
         data = getattr(self.trainer.train_dataloader, "data", None)
         check_finite(rows, norm, self.global_step + 1, data)
@@ -182,14 +182,14 @@ class PolicyModule(LightningModule):
             self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
             check_start(rows, str(self.trainer.precision), data)
 
-    def log_update(self, rows: Rows, more: dict[str, float]) -> None:
+    def log_update(self, rows: Rows, more: dict[str, float]):
         """Log the figures of an update, which are the same on all ranks."""
         figures = statistics(rows) | more
         for name, value in figures.items():  # for callbacks
             self.log(name, value, logger=False, prog_bar=name == "train/loss")
         self.write_update(figures)
 
-    def write_update(self, figures: dict[str, float]) -> None:
+    def write_update(self, figures: dict[str, float]):
         """Write figures of the last update at its number, from 0. At once: Lightning would write
         them after a checkpoint of this update, and a run killed in between would lack them."""
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -228,12 +228,12 @@ class PolicyModule(LightningModule):
             self.write_figures(found)
         return trajectories
 
-    def write_figures(self, figures: dict[str, float]) -> None:
+    def write_figures(self, figures: dict[str, float]):
         self.validated = (self.global_step, figures)
         for logger in self.loggers:
             logger.log_metrics(figures, self.global_step)
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         """Lift the limits of a resumed run until Lightning has started it: it would skip one that
         has made its last update, but may still have to be validated and exported."""
         loop = self.trainer.fit_loop
@@ -242,7 +242,7 @@ class PolicyModule(LightningModule):
             loop.max_epochs = -1
             loop.epoch_loop.max_steps = -1
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         loop = self.trainer.fit_loop
         loop.max_epochs, loop.epoch_loop.max_steps = self.limits
         # loggers drop what was logged at the checkpoint's number of updates, or after it
@@ -257,7 +257,7 @@ class PolicyModule(LightningModule):
             validation._has_run = False  # or the loop of the epoch would not be entered
             self.trainer.training = True
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict):
         for logger in self.loggers:
             logger.save()
         loop: Any = self.trainer.fit_loop
@@ -273,7 +273,7 @@ class PolicyModule(LightningModule):
             trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
             checkpoint["state_dict"] = {name: weights[name] for name in trained}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict):
         state = checkpoint["topr"]
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
@@ -286,7 +286,7 @@ class PolicyModule(LightningModule):
                     counts["completed"] = counts["processed"]
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
     strategy = type(trainer.strategy).__name__
     precision = str(trainer.precision)

@@ -63,7 +63,7 @@ class Run:
                 self.version = version
         return None
 
-    def hand_out(self, trainer: Any) -> None:
+    def hand_out(self, trainer):
         """Make every logger of a trainer's configuration write to this folder."""
         trainer.default_root_dir = str(self.folder)
         for logger in loggers_of(trainer):
@@ -82,7 +82,7 @@ class Run:
                 for earlier in self.folder.glob("wandb/*run-*"):
                     arguments.version = wandb_id(earlier)
 
-    def keep_rows(self, loggers: list[Any]) -> None:
+    def keep_rows(self, loggers: list[Any]):
         """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
         file."""
         for logger in loggers:
@@ -93,7 +93,7 @@ class Run:
                 logger.experiment.metrics = kept
                 logger.save()
 
-    def check_unchanged(self, config: str) -> None:
+    def check_unchanged(self, config: str):
         """Raise an InputError if this configuration, as YAML, is not that of the run's folder."""
         path = self.folder / "config.yaml"
         if not path.is_file():  # killed before it was written
@@ -107,13 +107,13 @@ class Run:
                 raise InputError(f"{message}; {remedy}")
 
 
-def setting(config: dict[str, Any], key: str) -> Any:
+def setting(config: dict, key: str):
     """The value of a key such as model.loss."""
     section, _, name = key.rpartition(".")
     return config.get(section, config).get(name)
 
 
-def new_run(config: Any) -> Run:
+def new_run(config) -> Run:
     """The next run of a configuration. Its logger names it, else its first config file. With an
     overlay configs/loss/X.yaml it is called NAME-X, unless the command line names it."""
     save_dir = config.trainer.default_root_dir or "runs"
@@ -132,7 +132,7 @@ def new_run(config: Any) -> Run:
     return Run(root, max(versions(root), default=-1) + 1)
 
 
-def loggers_of(trainer: Any) -> list[Any]:
+def loggers_of(trainer) -> list[Any]:
     """The configurations of a trainer's loggers."""
     found = trainer.get("logger") or []
     if found is True:  # Lightning's default, whose folder is that of the trainer

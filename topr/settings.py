@@ -5,7 +5,6 @@ import json
 from dataclasses import is_dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
 
 # by which Lightning makes a module from hyper-parameters that are class paths and arguments
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
@@ -14,9 +13,9 @@ INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 class Configurable:
     """Remembers the arguments of its constructor in `init_args`."""
 
-    init_args: dict[str, Any]
+    init_args: dict
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         # partial, because copying an object calls this without arguments
         bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
@@ -24,12 +23,12 @@ class Configurable:
         return self
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """A setting in the form that jsonargparse reads from YAML: see `describe`."""
     return json.loads(json.dumps(value, default=describe))
 
 
-def describe(value: Any) -> Any:
+def describe(value):
     """What stands for a value that JSON does not know: class path and arguments of an object, the
     fields of a dataclass, the class that a partial would make."""
     if isinstance(value, Configurable):
@@ -43,12 +42,12 @@ def describe(value: Any) -> Any:
     return vars(value) if is_dataclass(value) else str(value)
 
 
-def class_config(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def class_config(kind, arguments: dict) -> dict:
     """A class path with its arguments."""
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 
-def save_hyperparameters(module: Any, *ignored: str) -> None:
+def save_hyperparameters(module, *ignored: str):
     """Save the arguments of a module's constructor, which calls this, as plain values: in its
     checkpoints, and for loggers."""
     caller: FrameType = inspect.currentframe().f_back  # type: ignore[union-attr, assignment]

@@ -3,8 +3,6 @@
 Rows are float64 columns (float32 would round row numbers) of B trajectories.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,7 +11,7 @@ from torch import Tensor
 from topr.advantages import groups_without_signal, positive_share_of
 from topr.batching import MicroBatch
 from topr.distributed import gather, same_error_on_all_ranks
-from topr.io import DivergedError, InputError
+from topr.io import InputError
 from topr.losses.base import LossOutput, sum_tokens
 
 # of any sequence before the first update, where mu is this policy scored in float32
@@ -61,8 +59,8 @@ def gather_columns(parts: list[dict[str, Tensor]]) -> Rows:
     return found
 
 
-def check_finite(rows: Rows, norm: float, update: int, data: Any) -> None:
-    """Raise a DivergedError before an update of NaN or infinite numbers: weights and checkpoints
+def check_finite(rows: Rows, norm: float, update: int, data):
+    """Raise an InputError before an update of NaN or infinite numbers: weights and checkpoints
     stay as they were.
 
     Args:
@@ -83,13 +81,13 @@ def check_finite(rows: Rows, norm: float, update: int, data: Any) -> None:
         count = f"{len(bad)} of its {len(values)} trajectories{where}"
         remedy = "lower the learning rate or set trainer.precision 32-true"
         with same_error_on_all_ranks():
-            raise DivergedError(
+            raise InputError(
                 f"update {update}: the {name} is NaN or infinite for {count}; nothing was updated: "
                 f"{remedy}, then resume with --ckpt_path last"
             )
 
 
-def check_start(rows: Rows, precision: str, data: Any) -> None:
+def check_start(rows: Rows, precision: str, data):
     """Before the first update log pi must equal log mu where a file says that this very policy
     sampled it; of another policy, the distribution of h is reported.
 

@@ -56,7 +56,7 @@ def imitate(
     steps: int,
     lr: float = 3e-3,
     batch_size: int = 96,
-) -> None:
+):
     """Train a policy in place on prompts and responses, which hold the end token.
 
     It stops after the first third of a cosine schedule, so that there is room to improve.

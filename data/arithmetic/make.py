@@ -31,7 +31,7 @@ WRONG = 0.10
 Examples = Iterator[tuple[str, str]]  # prompts, and responses with the end token
 
 
-def base(out: Path, setting: Path_fr, seed: NonNegativeInt = 0) -> None:
+def base(out: Path, setting: Path_fr, seed: NonNegativeInt = 0):
     """Write a base policy, train, val and test problems.
 
     Args:
@@ -58,7 +58,7 @@ def base(out: Path, setting: Path_fr, seed: NonNegativeInt = 0) -> None:
 
 def verifier(
     out: Path, setting: Path_fr, policy: str, seed: NonNegativeInt = 0, steps: PositiveInt = 400
-) -> None:
+):
     """Write a verifier's base policy: a policy that has imitated critiques.
 
     Args:
@@ -118,7 +118,7 @@ def critique(correct: str, solution: str, is_correct: bool, rng: Generator) -> s
     return steps + verdict
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)  # fast enough for this size, and the same bits everywhere
     with command():
         auto_cli([base, verifier], as_positional=False, parser_class=ArgumentParser)

@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 from numpy.random import Generator
 
@@ -26,7 +25,7 @@ SUCCESSORS = 4
 SEPARATORS = ";,."
 END = "<eos>"
 
-Setting = dict[str, Any]  # or a part of one; its `errors` are rates of mistakes in demonstrations
+Setting = dict  # or a part of one; its `errors` are rates of mistakes in demonstrations
 
 
 def draw(setting: Setting, rng: Generator) -> dict[str, str]:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -36,7 +35,7 @@ class Commands:
         self.inputs = inputs_hash(ROOT)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def run(self, name: str, *more: str, **values: Any) -> Path:
+    def run(self, name: str, *more: str, **values) -> Path:
         """The folder with a command's output; the command is run if there is none.
 
         Args:
@@ -60,7 +59,7 @@ class Commands:
         return folder
 
 
-def start(output: Path, words: list[str]) -> None:
+def start(output: Path, words: list[str]):
     """Run a command in a new process; what it prints goes to the file `output`."""
     output.write_text(f"python -m {shlex.join(words)}\n")
     process = FORKS.Process(target=perform, args=(words, output))
@@ -70,7 +69,7 @@ def start(output: Path, words: list[str]) -> None:
         raise InputError(f"{shlex.join(words[:3])} … failed ({process.exitcode}); see {output}")
 
 
-def perform(words: list[str], output: Path) -> None:
+def perform(words: list[str], output: Path):
     """Run a command as `python -m` would; what it prints is appended to a file."""
     die_with_parent()
     file = os.open(output, os.O_APPEND | os.O_WRONLY)

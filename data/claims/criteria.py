@@ -6,7 +6,6 @@ and whatever else has these metrics.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import yaml
@@ -14,14 +13,14 @@ from jinja2 import StrictUndefined, Template
 from scipy import stats
 
 
-def load_claim(number: int, setting: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
     text = Path(__file__).with_name("claims.yaml").read_text()
     template = Template(text, undefined=StrictUndefined)
     return yaml.safe_load(template.render(setting, chosen=rates))[number]
 
 
-def over_seeds(values: pd.Series) -> dict[str, Any]:
+def over_seeds(values: pd.Series) -> dict:
     """Mean, 95% t-interval and the values, one for each of at least two seeds."""
     mean = values.mean()
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
@@ -34,7 +33,7 @@ def evaluated(results: pd.DataFrame, row: str) -> pd.DataFrame:
     return values.unstack("metric").round(5)
 
 
-def summarise(results: pd.DataFrame, rows: Iterable[str], metrics: list[str]) -> dict[str, Any]:
+def summarise(results: pd.DataFrame, rows: Iterable[str], metrics: list[str]) -> dict:
     """The rows of a report, in the metrics that they have."""
     table = {}
     for row in rows:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -12,7 +11,7 @@ from topr.evaluation import per_problem, read_parts
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
-Rows = dict[str, Any]  # metrics of each row
+Rows = dict  # metrics of each row
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Experiment:
     """
 
     commands: Commands
-    setting: dict[str, Any]
+    setting: dict
     seed: int
     split: str
     samples: int
@@ -41,7 +40,7 @@ class Experiment:
         self.start = self.measure(self.base, self.split, self.samples)
         self.trajectories = self.sample(self.base, "train", self.setting["trajectories"])
 
-    def run(self, name: str, *more: str, **values: Any) -> Path:
+    def run(self, name: str, *more: str, **values) -> Path:
         """The folder with the output of a command; the setting gives values, too."""
         return self.commands.run(name, *more, seed=self.seed, **self.setting | values)
 
@@ -101,7 +100,7 @@ class Experiment:
             rows[label] = rows[f"{label} at iteration {i + 1}"] = values
         return rows
 
-    def verify(self, label: str, rate: float, **_: Any) -> Rows:
+    def verify(self, label: str, rate: float, **_) -> Rows:
         """Make a verifier of the base policy in supervised updates, and train it.
 
         It trains on two of its own critiques of each trajectory. Before and after it judges 8

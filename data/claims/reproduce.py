@@ -22,7 +22,7 @@ from topr.commands import ArgumentParser, command
 from topr.evaluation.report import draw, table
 from topr.io import InputError, check_folder, lock, write_text
 
-SETTINGS: dict[str, Any] = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
+SETTINGS: dict = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
@@ -32,7 +32,7 @@ def reproduce(
     regime: Literal["standard", "strong", "quick"] = "standard",
     out: Path = Path("runs/claims"),
     workers: PositiveInt = os.cpu_count() or 1,
-) -> None:
+):
     """Measure claims, and write the report after each.
 
     Args:
@@ -55,7 +55,7 @@ def reproduce(
     all_seeds = list(range(1, 1 + (seeds or setting["seeds"])))
     study = Study(Commands(out / "cache"), workers, setting, all_seeds)
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
-    report: dict[str, Any] = {
+    report: dict = {
         "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",
         "setting": setting,
         "claims": [],
@@ -72,7 +72,7 @@ def reproduce(
     print(f"wrote claims.json, claims.md and figures under {folder}")
 
 
-def measure(study: Study, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(study: Study, number: int) -> tuple[dict, dict]:
     """The report of a claim, and the rows of its figure."""
     claim = load_claim(number, study.setting, {})
     tuning = study.tune(claim["runs"], claim["tuning"])
@@ -98,7 +98,7 @@ def measure(study: Study, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return report, summarise(results, results.filter(regex=claim["drawn"]), metrics)
 
 
-def main() -> None:
+def main():
     parser = ArgumentParser(description=__doc__)
     # first, because the default of the last argument with this `dest` counts
     parser.add_argument(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.pool import ThreadPool
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from data.claims.commands import Commands
 from data.claims.experiments import Experiment
 
-Runs = dict[str, dict[str, Any]]  # arguments of an experiment, by label
+Runs = dict[str, dict]  # arguments of an experiment, by label
 Gains = dict[float, list[float]]  # by learning rate, one for each tuning seed
 FIRST_TUNING_SEED = 101  # no other result is of the seeds that choose learning rates
 
@@ -28,7 +27,7 @@ class Study:
 
     commands: Commands
     workers: int
-    setting: dict[str, Any]
+    setting: dict
     seeds: list[int]
 
     def run(
@@ -73,7 +72,7 @@ def best(gains: Gains) -> float:
     return max(safe, key=lambda rate: np.mean(gains[rate]), default=min(gains))
 
 
-def add_peaks(results: pd.DataFrame, runs: Runs) -> None:
+def add_peaks(results: pd.DataFrame, runs: Runs):
     """Add what each training reaches on validation at its peak.
 
     The peak of a seed is where the mean curve of the others has its own: that of its own curve

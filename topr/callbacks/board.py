@@ -20,14 +20,12 @@ class TensorBoardExtras(Callback):
         """TensorBoard's writers; those of ranks beside 0 write nothing."""
         return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule):
         layout = Path(__file__).with_name("board.yaml").read_text()
         for board in self.boards(trainer):
             board.add_custom_scalars(yaml.safe_load(layout))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, *_):
         """Histograms of h by sign."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or trainer.global_step % every:
@@ -40,9 +38,7 @@ class TensorBoardExtras(Callback):
                 if len(values):
                     board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step - 1)
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, *_):
         """Some responses as text."""
         for board in self.boards(trainer):
             board.add_text("val/samples", as_text(outputs["trajectories"]), trainer.global_step)

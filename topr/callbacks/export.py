@@ -29,27 +29,27 @@ class ExportPolicy(Callback):
     """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to
     the run's folder. A trial run (fast_dev_run) measures, and writes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.measured: dict[str, Row] = {}  # before and after; empty without data.test
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return self.measured
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict):
         self.measured = state_dict
 
-    def measure(self, when: str, trainer: Trainer, module: PolicyModule) -> None:
+    def measure(self, when: str, trainer: Trainer, module: PolicyModule):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None and data.test is not None:
             rank_zero_info("measuring the policy on data.test")
             batch = data.problem_batch("test")
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module):
         if "before" not in self.measured:
             self.measure("before", trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module):
         self.measure("after", trainer, pl_module)
         if self.measured:
             rank_zero_info("\n" + table(self.measured))
@@ -71,7 +71,7 @@ class ExportPolicy(Callback):
         print(f"policy/ and summary.json are in {folder}")
 
 
-def log_figures(trainer: Trainer, after: Row) -> None:
+def log_figures(trainer: Trainer, after: Row):
     """Log the means after training; in TensorBoard beside the hyperparameters."""
     figures = {f"test/{name}": value["mean"] for name, value in after.items()}
     for logger in trainer.loggers:
@@ -81,10 +81,10 @@ def log_figures(trainer: Trainer, after: Row) -> None:
             logger.log_metrics(figures, trainer.global_step)
 
 
-def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) -> dict[str, Any]:
+def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
     """The contents of summary.json."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    summary: dict[str, Any] = {}
+    summary: dict = {}
     for when, row in measured.items():
         summary[when] = {name: value["mean"] for name, value in row.items()}
         summary[when]["problems"] = len(data.job("test").problems)

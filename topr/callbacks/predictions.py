@@ -1,7 +1,6 @@
 """Trajectory files of what `predict` samples."""
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -15,23 +14,23 @@ class PredictionWriter(BasePredictionWriter):
     """Writes the trajectories of each batch to the file that the batch names, if any. A trial run
     (fast_dev_run) writes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(write_interval="batch")
 
     def write_on_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer,
+        pl_module,
         prediction: list[Trajectory],
-        batch_indices: Any,
+        batch_indices,
         batch: ProblemBatch,
         batch_idx: int,
         dataloader_idx: int,
-    ) -> None:
+    ):
         if batch.path is not None and prediction and not trainer.fast_dev_run:
             write_trajectories(batch.path, prediction, batch.job.metadata)
 
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_end(self, trainer, pl_module):
         """Say what the folder of trajectories now holds."""
         gather(None)  # until every rank has written its files
         folder = getattr(trainer.datamodule, "out", None)

@@ -18,14 +18,14 @@ class Preemption(Callback):
     `preempted.ckpt`. Every other command ends at once: what it has written is complete, and the
     same command resumes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.updated = False  # whether this process has made an update
         stop_requested.clear()
 
-    def listen(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def listen(self, trainer: Trainer, pl_module: LightningModule):
         """Handle SIGTERM from now on; Lightning has set its own handler by then."""
 
-        def receive(number: int, frame: Any) -> None:
+        def receive(number: int, frame):
             stop_requested.set()
             launcher: Any = trainer.strategy.launcher
             if launcher is not None:
@@ -38,24 +38,22 @@ class Preemption(Callback):
     on_sanity_check_start = on_validation_start = listen
     on_test_start = on_predict_start = listen
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule):
         self.listen(trainer, pl_module)
         # ModelCheckpoint would keep the checkpoint that it resumes for ever
         trainer.ckpt_path = None
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_):
         self.updated = True
         if trainer.strategy.reduce_boolean_decision(stop_requested.is_set(), all=False):
             raise Preempted
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule):
         path = preempted_path(trainer)
         if path.exists():
             trainer.strategy.remove_checkpoint(path)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException):
         if not isinstance(exception, Preempted) or trainer.state.fn != "fit":
             return
         if self.updated and not trainer.fast_dev_run:  # type: ignore[attr-defined]

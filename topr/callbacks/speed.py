@@ -3,7 +3,6 @@
 import resource
 import sys
 import time
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -15,13 +14,13 @@ class Speed(Callback):
     """Logs `speed/…`. The clock runs from update to update, the wait for data included, but not
     during validation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.total = {"tokens": 0.0, "seconds": 0.0}  # of all ranks, since the run began
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return self.total
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict):
         self.total = state_dict
 
     @property
@@ -29,7 +28,7 @@ class Speed(Callback):
         """Over the whole run and all ranks."""
         return self.total["tokens"] / max(self.total["seconds"], 1e-9)
 
-    def start(self, trainer: Trainer, pl_module: Any) -> None:
+    def start(self, trainer: Trainer, pl_module):
         self.began = time.perf_counter()
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -38,8 +37,8 @@ class Speed(Callback):
     on_validation_end = start
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Update, batch_idx: int
-    ) -> None:
+        self, trainer: Trainer, pl_module, outputs, batch: Update, batch_idx: int
+    ):
         now = time.perf_counter()
         seconds = now - self.began
         self.began = now

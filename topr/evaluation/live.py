@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -47,14 +47,14 @@ def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
     return trajectories
 
 
-def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict[str, Any]:
+def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict:
     """Metrics over the problems of all ranks: means with intervals."""
     values = per_problem(trajectories, [batch.job.samples])
     values.index = batch.numbers
     return with_intervals(pd.concat(gather(values)).sort_index())
 
 
-def figures(split: str, summary: dict[str, Any]) -> dict[str, float]:
+def figures(split: str, summary: dict) -> dict[str, float]:
     """Means and intervals under the names of logged figures."""
     found = {}
     for name, value in summary.items():

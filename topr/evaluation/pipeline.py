@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError
@@ -32,7 +31,7 @@ class SamplingJob:
     seed: int
     precision: str = "32-true"  # or bf16-mixed
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         tokenizer = load_tokenizer(self.policy)
         _, context = vocabulary_and_context(self.policy)
         self.prompts = []  # text and token ids, of each problem
@@ -47,7 +46,7 @@ class SamplingJob:
                 )
 
     @cached_property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict:
         """Metadata of the files: equal metadata stand for equal responses and grades."""
         sampling = {
             **vars(self.sampling),

@@ -2,17 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from topr.io import atomic, write_text
 
-Row = dict[str, Any]  # counts and, by metric, the mean with its interval
+Row = dict  # counts and, by metric, the mean with its interval
 UNITS = "Per cent (length: tokens) with 95% bootstrap intervals over problems."
 
 
-def cell(name: str, value: Any) -> str:
+def cell(name: str, value) -> str:
     """A mean with its interval, or a count."""
     if not isinstance(value, dict):
         return str(value)
@@ -45,7 +44,7 @@ def write_report(out: Path, results: dict[str, dict[str, Row]]) -> str:
     return text
 
 
-def draw(path: Path, rows: dict[str, Row]) -> None:
+def draw(path: Path, rows: dict[str, Row]):
     """Draw shares with their intervals as PNG: a line for each metric of each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 

@@ -73,7 +73,7 @@ def whole_response_output(loss_B: Tensor, log_ratio_B: Tensor, weight_B: Tensor)
     )
 
 
-def check_output(loss: Loss) -> None:
+def check_output(loss: Loss):
     """Call a loss on a positive and a negative; raise an InputError unless its output is right."""
     log_probs_N = torch.zeros(4, requires_grad=True)
     length_B = torch.tensor([2, 2])

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -38,7 +37,7 @@ def resolve_policy(name: str) -> Path:
     return folder
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str):
     """A model's configuration with dropout and other noise off."""
     with explained(f"the config.json of policy {name!r} cannot be used"):
         config = AutoConfig.from_pretrained(resolve_policy(name), trust_remote_code=False)
@@ -69,7 +68,7 @@ def vocabulary_and_context(name: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=16)
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str):
     """The tokenizer of a policy.
 
     Raises:
@@ -86,7 +85,7 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False) -> str:
+def render_prompt(prompt: str | Messages, tokenizer, answered: bool = False) -> str:
     """A text as it is; chat messages by the tokenizer's template, with the head of the answer
     unless `answered`."""
     if isinstance(prompt, str):
@@ -99,7 +98,7 @@ def render_prompt(prompt: str | Messages, tokenizer: Any, answered: bool = False
         )
 
 
-def encode_prompt(prompt: str | Messages, tokenizer: Any) -> tuple[str, list[int]]:
+def encode_prompt(prompt: str | Messages, tokenizer) -> tuple[str, list[int]]:
     """Text and token ids of a prompt, with special tokens unless a template has written them."""
     text = render_prompt(prompt, tokenizer)
     bos = tokenizer.bos_token
@@ -107,6 +106,6 @@ def encode_prompt(prompt: str | Messages, tokenizer: Any) -> tuple[str, list[int
     return text, encode(text, tokenizer, special=not rendered)
 
 
-def encode(text: str, tokenizer: Any, special: bool) -> list[int]:
+def encode(text: str, tokenizer, special: bool) -> list[int]:
     """Token ids of a text, with special tokens or without."""
     return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

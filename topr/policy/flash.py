@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, from_numpy
 from torch.nn.attention import varlen
 
-from topr.batching import Span, seen_by
+from topr.batching import Spans, seen_by
 
 
 def takes(query: Tensor) -> bool:
@@ -22,11 +22,7 @@ def takes(query: Tensor) -> bool:
 
 
 def attention(
-    query_HLD: Tensor,
-    key_GLD: Tensor,
-    value_GLD: Tensor,
-    spans: tuple[Span, ...],
-    window: int | None,
+    query_HLD: Tensor, key_GLD: Tensor, value_GLD: Tensor, spans: Spans, window: int | None
 ) -> Tensor:
     """Flash attention over sequences of any length, [L, H, D], in the precision of autocast.
 
@@ -51,9 +47,7 @@ def attention(
 
 
 @lru_cache(maxsize=4)  # each layer asks
-def key_sequences(
-    spans: tuple[Span, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def key_sequences(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """The keys of all spans laid end to end, for flash attention.
 
     Returns:

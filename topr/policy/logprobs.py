@@ -5,7 +5,6 @@ T tokens of one response, D hidden, V vocabulary.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ POSITIONS = {"cpu": 350, "cuda": 2048}  # whose logits exist at once
 FEW_LOGITS = 2**22  # so many exist in any case
 
 
-def token_log_probs(model: Any, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
+def token_log_probs(model, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
     """log softmax(logits) at the targets, [N], in the precision of the output projection.
 
     Autocast does not apply: in bfloat16 a log-prob would be wrong by about 0.04.
@@ -38,7 +37,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, softcap: float | None, target_N: Tensor
+        ctx, hidden_ND: Tensor, weight_VD: Tensor, softcap: float | None, target_N: Tensor
     ) -> Tensor:
         log_probs_N = weight_VD.new_empty(len(target_N))
         chunks = position_chunks(len(target_N), weight_VD)
@@ -54,7 +53,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_log_probs_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, d_log_probs_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N = ctx.saved_tensors
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
@@ -109,7 +108,7 @@ def log_softmax(
     return logits_CV, slope_CV
 
 
-def padded_hidden_states(model: Any, tokens: Tokens) -> Tensor:
+def padded_hidden_states(model, tokens: Tokens) -> Tensor:
     """Hidden states that predict the sampled tokens, [N, D], from one padded row a trajectory."""
     rows = [from_numpy(seen_by(span)) for span in tokens.trajectories]
     place_BL = pad_sequence(rows, batch_first=True)

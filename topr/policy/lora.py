@@ -9,7 +9,7 @@ from topr.io import explained
 from topr.policy.model import LoRA, Policy, load_policy
 
 
-def add_adapters(policy: Policy, lora: LoRA) -> None:
+def add_adapters(policy: Policy, lora: LoRA):
     """Add fresh adapters, which change nothing yet, and freeze the policy's own weights."""
     config = LoraConfig(
         r=lora.rank,

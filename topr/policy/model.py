@@ -138,7 +138,7 @@ def empty_policy(name: str) -> Policy:
     return Policy(model, tokenizer, name)
 
 
-def check_weights(policy: Policy) -> None:
+def check_weights(policy: Policy):
     """Raise an InputError for weights that are not finite. All ranks must call."""
     norm: Any = get_total_norm(policy.parameters())
     if isinstance(norm, DTensor):
@@ -149,7 +149,7 @@ def check_weights(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def check_forward(policy: Policy, bound: float = 1e-3) -> None:
+def check_forward(policy: Policy, bound: float = 1e-3):
     """Share prompts if the model allows it.
 
     Raises:
@@ -169,7 +169,7 @@ def check_forward(policy: Policy, bound: float = 1e-3) -> None:
     shared_prompts.enable_if_exact(policy, tokens, own_N, bound)
 
 
-def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+def export_policy(policy: Policy, path: Path, state_dict: dict[str, Tensor] | None = None):
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. It appears complete or not
     at all. Of a model with adapters, only these are written.
 

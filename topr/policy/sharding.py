@@ -47,7 +47,7 @@ def load_sharded(
     return policy
 
 
-def read_shards(policy: Policy, device: str) -> None:
+def read_shards(policy: Policy, device: str):
     """Read this rank's rows of the weights that are on the meta device: all but fresh adapters."""
 
     def materialise(tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def read_shards(policy: Policy, device: str) -> None:
         dcp.load(target, storage_reader=reader)
 
 
-def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False) -> None:
+def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False):
     """Shard a policy over the devices of a mesh of one dimension, decoder layer by decoder layer,
     in place.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, from_numpy, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from topr.batching import Span, Tokens, seen_by
+from topr.batching import Span, Spans, Tokens, seen_by
 
 NAME = "topr_spans"  # in transformers' registry of attention functions
 STEP = 32  # a larger one wastes time on pads, a smaller one on calls
 MASKED = -1e30  # not -inf: a pad that sees no key would get weights of NaN
 
 
-def hidden_states(model: Any, tokens: Tokens) -> Tensor:
+def hidden_states(model, tokens: Tokens) -> Tensor:
     """Hidden states that predict the sampled tokens, [N, D]."""
     # models pass a mask of four dimensions on unchanged
     empty_mask = tokens.input_ids_L.new_empty(1, 1, 0, 0)
@@ -42,13 +42,13 @@ def hidden_states(model: Any, tokens: Tokens) -> Tensor:
     return output.last_hidden_state[0].index_select(0, tokens.position_N)
 
 
-def enable_if_exact(policy: Any, tokens: Tokens, expected_N: Tensor, bound: float) -> None:
+def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     """Share prompts if log-probs stay within `bound`; otherwise pad rows, with a warning."""
     model = policy.model
     implementation = model.config._attn_implementation
     windows = []
 
-    def recorded(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def recorded(*args, **kwargs) -> tuple[Tensor, None]:
         windows.append(kwargs.get("sliding_window"))
         return attend(*args, **kwargs)
 
@@ -69,7 +69,7 @@ def enable_if_exact(policy: Any, tokens: Tokens, expected_N: Tensor, bound: floa
         )
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def layer_windows(config) -> list[int | None]:
     """The sliding window of each layer; 0 for a layer of another kind, which cannot share."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -79,7 +79,7 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window_of.get(kind, 0) for kind in kinds]
 
 
-def register(function: Callable) -> None:
+def register(function: Callable):
     """Let transformers' models find an attention function under `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
@@ -95,10 +95,10 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    spans: tuple[Span, ...] | None = None,
+    spans: Spans | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **kwargs: Any,
+    **kwargs,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers' `AttentionInterface`.
 
@@ -134,11 +134,7 @@ def attend(
 
 
 def span_attention(
-    query_HLD: Tensor,
-    key_GLD: Tensor,
-    value_GLD: Tensor,
-    spans: tuple[Span, ...],
-    window: int | None,
+    query_HLD: Tensor, key_GLD: Tensor, value_GLD: Tensor, spans: Spans, window: int | None
 ) -> Tensor:
     """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device.
 
@@ -189,7 +185,7 @@ class Buckets(NamedTuple):
 
 
 @lru_cache(maxsize=4)  # each layer asks
-def make_buckets(spans: tuple[Span, ...], window: int | None, device: torch.device) -> Buckets:
+def make_buckets(spans: Spans, window: int | None, device: torch.device) -> Buckets:
     """Group spans whose numbers of queries and keys round down to the same multiples of STEP."""
     length = spans[-1][1]
     queries, keys, masks = [], [], []

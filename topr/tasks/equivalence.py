@@ -56,7 +56,7 @@ def shape(text: str) -> tuple[bool, int, str]:
     return "=" in text, commas, brackets
 
 
-def main() -> None:
+def main():
     """Answer lines `[gold, answer, seconds]` by `true`, `false`, or `null` for an error."""
     with suppress(ValueError):  # macOS bounds no address space
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

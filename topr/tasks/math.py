@@ -15,7 +15,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import NoneType
-from typing import Any
 
 from topr.sampling import Sampling
 from topr.tasks.task import Grade, Problem, Task, after_thinking
@@ -158,7 +157,7 @@ def same(gold: str, answer: str) -> bool | None:
 
 
 @cache
-def child() -> Any:
+def child():
     """The process that compares."""
     # in a new session, because Ctrl-C must not reach it
     return Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -72,11 +72,11 @@ class Task(Configurable, ABC):
             raise InputError(f"{source}: several problems have the same id; make ids unique")
         return problems
 
-    def problem(self, row: dict[str, Any], index: int) -> Problem:
+    def problem(self, row: dict, index: int) -> Problem:
         """Convert a row of the problem file. Without an `id` the row's index is the id."""
         return Problem(str(row.get("id", index)), row["prompt"], row["gold"])
 
-    def prompt(self, problem: Problem, tokenizer: Any) -> Prompt:
+    def prompt(self, problem: Problem, tokenizer) -> Prompt:
         """The prompt for a problem; `encode_prompt` tokenises it.
 
         With an instruction, models with a chat template get one chat message, others a text with

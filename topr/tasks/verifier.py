@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -59,7 +58,7 @@ class Verifier(Task):
         asked = f"{question}\n\nSolution: {solution.strip()}"
         return super().prompt(replace(problem, prompt=asked), tokenizer)
 
-    def question(self, prompt: str, tokenizer: Any) -> str:
+    def question(self, prompt: str, tokenizer) -> str:
         """The question within a prompt of the candidates' task."""
         if self.task is None:
             return prompt

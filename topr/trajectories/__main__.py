@@ -12,7 +12,7 @@ from topr.trajectories.file import expand_globs
 from topr.trajectories.importing import import_files
 
 
-def inspect(files: list[str]) -> None:
+def inspect(files: list[str]):
     """Print what files have in common, statistics of their trajectories, and the first two.
 
     Args:
@@ -49,7 +49,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main():
     with command():
         args = make_parser().parse_args()
         options = args[args.subcommand].as_dict()

@@ -1,7 +1,7 @@
 """Select the trajectories to train on. One is positive, or correct, if its reward is above 0."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ def curate(
     total: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
     iteration: NonNegativeInt | None = None,
-) -> None:
+):
     """Select from trajectory files, read as one set (arXiv:2503.14286, section 4.4).
 
     Args:
@@ -87,7 +87,7 @@ def with_share(
     return np.sort(np.r_[correct[:positives], incorrect[:negatives]])
 
 
-def read_files(files: list[str]) -> tuple[pa.Table, dict[str, Any]]:
+def read_files(files: list[str]) -> tuple[pa.Table, dict]:
     """Trajectory files as one table, and the metadata that they agree on. Raises an InputError if
     their tokenizers differ."""
     metadata = agreed([read_metadata(file) for file in files])
@@ -96,7 +96,7 @@ def read_files(files: list[str]) -> tuple[pa.Table, dict[str, Any]]:
     return pa.concat_tables(map(read_table, files)), metadata
 
 
-def agreed(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def agreed(entries: list[dict]) -> dict:
     """The items that all dictionaries share."""
     shared = entries[0]
     for entry in entries:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -58,15 +57,13 @@ SCHEMA_VERSION = 1
 METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")
 
 
-def write_trajectories(
-    path: str | Path, trajectories: Iterable[Trajectory], metadata: dict[str, Any]
-) -> None:
+def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], metadata: dict):
     """Write a trajectory file atomically, with metadata of `METADATA_KEYS`."""
     rows = [vars(trajectory) for trajectory in trajectories]
     write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
 
 
-def write_table(path: str | Path, table: pa.Table, metadata: dict[str, Any]) -> None:
+def write_table(path: str | Path, table: pa.Table, metadata: dict):
     """`write_trajectories` for a table of `SCHEMA`."""
     about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
     described = table.replace_schema_metadata({"topr": about})
@@ -79,7 +76,7 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
     return [Trajectory(**row) for row in read_table(path).to_pylist()]
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
+def read_metadata(path: str | Path) -> dict:
     """Metadata by `METADATA_KEYS`, None where unknown. Raises an InputError if the file is no
     Parquet file."""
     with explained(f"{path} cannot be read", remedy=REMEDY):

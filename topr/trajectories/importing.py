@@ -13,7 +13,7 @@ from topr.trajectories.rows import Row, load_rows
 if TYPE_CHECKING:
     from topr.policy import Policy
 
-Messages = list[dict[str, Any]]
+Messages = list[dict]
 NAMES = {  # what other formats call the keys of the plain one
     "messages": "response",
     "completion": "response",  # TRL: huggingface.co/docs/trl/dataset_formats
@@ -31,7 +31,7 @@ def import_files(
     out: str,
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
-) -> None:
+):
     """Write the rows of files as trajectories, with log mu of a policy.
 
     A text prompt gets special tokens, chat messages the tokenizer's template. A finished response,
@@ -134,7 +134,7 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
     )
 
 
-def split(prompt: Any, response: str | Messages) -> tuple[Any, str | Messages]:
+def split(prompt, response: str | Messages) -> tuple[Any, str | Messages]:
     """Of a conversation the messages before the first answer, and the others; if these are one
     answer, its text. A prompt beside a whole conversation repeats its question."""
     if isinstance(response, str):

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from topr.io import InputError, explained
 
-Row = dict[str, Any]
+Row = dict
 Types = dict[str, tuple[type, ...]]  # the accepted types of each key
 
 

@@ -9,9 +9,7 @@ from topr.trajectories.file import Trajectory
 
 
 @torch.no_grad()
-def add_log_probs(
-    policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int = 16384
-) -> None:
+def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int = 16384):
     """Set `ref_logprobs` of trajectories; 0 where not sampled.
 
     Args:

@@ -24,11 +24,11 @@ class TrainingSet:
     """The trajectories of all training files, as one set."""
 
     files: list[str]
-    metadata: list[dict[str, Any]]  # of each file
+    metadata: list[dict]  # of each file
     rows: Any  # the training columns, a memory-mapped `datasets.Dataset` in Arrow format
     policy_hash: str  # of the policy that starts training
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         table = self.rows.data.table
         prompts = table["prompt_ids"]
         prompt_length = pc.list_value_length(prompts)
@@ -79,7 +79,7 @@ def read_training_set(train: str | list[str], policy: str, longest: int) -> Trai
     return TrainingSet(files, metadata, map_rows(files), policy_hash(policy))
 
 
-def map_rows(files: list[str]) -> Any:
+def map_rows(files: list[str]):
     """The training columns of Parquet files as one `datasets.Dataset` in Arrow format."""
     import datasets
 
