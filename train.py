@@ -128,11 +128,15 @@ class CLI(LightningCLI):
             sizes = config.trainer.strategy.init_args
             if (sizes.data_parallel_size, sizes.tensor_parallel_size) != (devices, 1):
                 key = "--trainer.strategy.init_args."
-                remedy = f"set {key}data_parallel_size {devices} {key}tensor_parallel_size 1"
-                raise InputError(f"each of {devices} device(s) must hold its own shard: {remedy}")
+                raise InputError(
+                    f"each of {devices} device(s) must hold its own shard",
+                    f"set {key}data_parallel_size {devices} {key}tensor_parallel_size 1",
+                )
         elif checkpoint and Path(checkpoint).is_dir():
-            message = f"the checkpoint {checkpoint} is sharded"
-            raise InputError(f"{message}; resume it with --config configs/fsdp.yaml")
+            raise InputError(
+                f"the checkpoint {checkpoint} is sharded",
+                "resume it with --config configs/fsdp.yaml",
+            )
 
     def _run_subcommand(self, subcommand: str):
         """Run a trainer's command. A new run that ends in an error before its first update leaves
@@ -156,9 +160,10 @@ class CLI(LightningCLI):
                 if rank():
                     raise SystemExit(0) from error
                 reason = first_line(next(iter(error.failures.values()))[0])
-                what = f"a sharded checkpoint cannot be written or read ({reason})"
-                remedy = "make room and resume with --ckpt_path last, or name another"
-                raise InputError(f"{what}: {remedy}") from error
+                raise InputError(
+                    f"a sharded checkpoint cannot be written or read ({reason})",
+                    "make room and resume with --ckpt_path last, or name another",
+                ) from error
             raise
 
 

@@ -65,7 +65,7 @@ def test_pairs_are_disjoint_within_groups_and_as_many_as_can_be():
 def test_batches_that_cannot_be_made_are_rejected():
     one_group = np.zeros(17, dtype=int)
     signs = np.arange(17) % 2 == 0
-    with pytest.raises(InputError, match="is 16 but a group has 17 trajectories"):
+    with pytest.raises(InputError, match="a group has 17 trajectories.*now 16"):
         epoch_plan(one_group, signs, 16, "groups", 0)
     assert len(epoch_plan(one_group, signs, 17, "groups", 0)) == 1
     with pytest.raises(InputError, match="no group holds both a positive and a negative"):

@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
     @property
     def spans(self) -> Spans:
         """What each token attends to."""
-        spans: list[Span] = []
+        spans = []
         responses = Counter(first for _, _, first, _ in self.trajectories)
         for start, end, first, last in self.trajectories:
             if responses[first] == 1:  # prompt and response are one sequence
@@ -125,8 +125,10 @@ def epoch_plan(
     place = rng.permutation(group.max() + 1)[group]  # of each trajectory's group in the epoch
     sizes = np.bincount(place)
     if sizes.max() > batch_size:
-        message = f"data.batch_size is {batch_size} but a group has {sizes.max()} trajectories"
-        raise InputError(f"{message}, which must share a batch; raise data.batch_size")
+        raise InputError(
+            f"a group has {sizes.max()} trajectories, which must share a batch",
+            f"raise data.batch_size, now {batch_size}",
+        )
     starts = [0]
     end = 0
     for size in sizes.tolist():
@@ -143,8 +145,10 @@ def draw_pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator
     count = np.bincount(sign, minlength=2 * (group.max() + 1)).reshape(-1, 2).min(axis=1)
     kept = order[place_in_group(sign[order]) < count[group[order]]]
     if len(kept) == 0:
-        message = "data.train: no group holds both a positive and a negative"
-        raise InputError(f"{message}; this loss needs such pairs")
+        raise InputError(
+            "data.train: no group holds both a positive and a negative",
+            "this loss needs such pairs",
+        )
     return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
 
 
@@ -218,8 +222,8 @@ def pack(
         sampled: which tokens of a response were sampled; None, or nothing at all: every one.
     """
     ids, positions, targets, places = [], [], [], []
-    trajectories: list[Span] = []
-    predicting: list[np.ndarray] = []
+    trajectories = []
+    predicting = []
     first = last = end = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if i == 0 or not np.array_equal(prompt, prompts[i - 1]):

@@ -128,8 +128,10 @@ class UpdateLoader:
         self.epoch = epoch
         self.start = 0
         if len(self.datamodule.plan(epoch).batches) != self.length:  # which Lightning has read
-            remedy = "set Trainer(reload_dataloaders_every_n_epochs=1)"
-            raise InputError(f"epochs of these groups differ in their number of updates; {remedy}")
+            raise InputError(
+                "epochs of these groups differ in their number of updates",
+                "set Trainer(reload_dataloaders_every_n_epochs=1)",
+            )
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "updates": self.taken}
@@ -152,7 +154,7 @@ class UpdateLoader:
         )
         self.taken = self.start
         self.start = 0
-        loader: DataLoader = DataLoader(
+        loader = DataLoader(
             updates,
             batch_size=None,
             sampler=range(self.taken, len(updates)),
@@ -344,8 +346,10 @@ class TrajectoryDataModule(LightningDataModule):
 def check_signs(advantage: np.ndarray, reward: np.ndarray):
     """Say where advantages of one sign, or none, leave nothing to learn."""
     if not advantage.any():
-        message = "data.train: every advantage is 0, so there is nothing to learn"
-        raise InputError(f"{message}; sample more, or change data.advantage")
+        raise InputError(
+            "data.train: every advantage is 0, so there is nothing to learn",
+            "sample more, or change data.advantage",
+        )
     if (advantage >= 0).all():
         hint = "; for 0/1 rewards set data.advantage.c to 0.5" if set(reward) <= {0.0, 1.0} else ""
         rank_zero_warn(f"no advantage is negative, so only positives are learned{hint}")

@@ -15,7 +15,10 @@ LOCKS: list[IO] = []  # open files; closing one would end its lock
 
 
 class InputError(ValueError):
-    """Bad input or configuration. The message is one sentence: what, where, expected, remedy."""
+    """Bad input or configuration. The message is one sentence: what, where, expected; remedy."""
+
+    def __init__(self, what: str, remedy: str = ""):
+        super().__init__(f"{what}; {remedy}" if remedy else what)
 
 
 def first_line(error: BaseException) -> str:
@@ -41,8 +44,7 @@ def explained(what: str, errors=Exception, remedy: str = "") -> Iterator[None]:
     except InputError:
         raise
     except errors as error:
-        sentence = f"{what} ({first_line(error)})"
-        raise InputError(f"{sentence}; {remedy}" if remedy else sentence) from error
+        raise InputError(f"{what} ({first_line(error)})", remedy) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -101,8 +103,9 @@ def lock(folder: str | Path):
         # lockf and not flock, whose locks the workers of a loader would inherit
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        problem = f"another process is writing to {folder}"
-        raise InputError(f"{problem}; wait for it, end it, or name another place") from error
+        raise InputError(
+            f"another process is writing to {folder}", "wait for it, end it, or name another place"
+        ) from error
     except OSError:  # this file system has no locks
         pass
     for left in Path(folder).rglob(".*.tmp"):

@@ -77,8 +77,10 @@ def claim_folder(args: argparse.Namespace, rest: list[str]):
     text = json.dumps([args.seed, args.curate, args.budget, *rest])
     path = args.out / "arguments.json"
     if (args.out / "iteration_0").exists() and path.read_text() != text:
-        message = f"{args.out} holds iterations with other arguments (see {path})"
-        raise InputError(f"{message}; give the same ones, or another --out")
+        raise InputError(
+            f"{args.out} holds iterations with other arguments (see {path})",
+            "give the same ones, or another --out",
+        )
     write_text(path, text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import dict_to_namespace
 from lightning.pytorch.loggers import CSVLogger
 
 from topr.checkpoints import newest
@@ -98,19 +99,14 @@ class Run:
         path = self.folder / "config.yaml"
         if not path.is_file():  # killed before it was written
             return
-        before = yaml.safe_load(path.read_text())
-        now = yaml.safe_load(config)
+        before = dict_to_namespace(yaml.safe_load(path.read_text()))
+        now = dict_to_namespace(yaml.safe_load(config))
         for key in DECISIVE:
-            if setting(before, key) != setting(now, key):
-                message = f"{self.folder} is a run with another {key} (see its config.yaml)"
-                remedy = "restore it, or set another trainer.logger.init_args.name"
-                raise InputError(f"{message}; {remedy}")
-
-
-def setting(config: dict, key: str):
-    """The value of a key such as model.loss."""
-    section, _, name = key.rpartition(".")
-    return config.get(section, config).get(name)
+            if before.get(key) != now.get(key):
+                raise InputError(
+                    f"{self.folder} is a run with another {key} (see its config.yaml)",
+                    "restore it, or set another trainer.logger.init_args.name",
+                )
 
 
 def new_run(config) -> Run:

@@ -78,12 +78,11 @@ def check_finite(rows: Rows, norm: float, update: int, data):
         if len(bad) == 0:
             continue
         where = "" if data is None else f", first {data.place(bad[0])}"
-        count = f"{len(bad)} of its {len(values)} trajectories{where}"
-        remedy = "lower the learning rate or set trainer.precision 32-true"
         with same_error_on_all_ranks():
             raise InputError(
-                f"update {update}: the {name} is NaN or infinite for {count}; nothing was updated: "
-                f"{remedy}, then resume with --ckpt_path last"
+                f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
+                f"{len(values)} trajectories{where}; nothing was updated",
+                "lower the learning rate, or set trainer.precision 32-true, then resume",
             )
 
 

@@ -5,7 +5,7 @@ from textwrap import indent
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from topr.trajectories.file import Trajectory
@@ -16,18 +16,18 @@ RESPONSES = 8  # shown at each validation
 class TensorBoardExtras(Callback):
     """Needs a TensorBoardLogger; without one it does nothing."""
 
-    def boards(self, trainer: Trainer) -> list[Any]:
+    def boards(self, trainer) -> list[Any]:
         """TensorBoard's writers; those of ranks beside 0 write nothing."""
         return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule):
+    def on_train_start(self, trainer, pl_module):
         layout = Path(__file__).with_name("board.yaml").read_text()
         for board in self.boards(trainer):
             board.add_custom_scalars(yaml.safe_load(layout))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, *_):
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
         """Histograms of h by sign."""
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
         log_ratio = outputs["rows"]["log_ratio"]
@@ -38,7 +38,7 @@ class TensorBoardExtras(Callback):
                 if len(values):
                     board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step - 1)
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, *_):
+    def on_validation_batch_end(self, trainer, pl_module, outputs, *_):
         """Some responses as text."""
         for board in self.boards(trainer):
             board.add_text("val/samples", as_text(outputs["trajectories"]), trainer.global_step)

@@ -2,9 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -38,25 +37,25 @@ class ExportPolicy(Callback):
     def load_state_dict(self, state_dict: dict):
         self.measured = state_dict
 
-    def measure(self, when: str, trainer: Trainer, module: PolicyModule):
-        data = trainer.datamodule  # type: ignore[attr-defined]
+    def measure(self, when: str, trainer, module: PolicyModule):
+        data = trainer.datamodule
         if data is not None and data.test is not None:
             rank_zero_info("measuring the policy on data.test")
             batch = data.problem_batch("test")
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
 
-    def on_train_start(self, trainer: Trainer, pl_module):
+    def on_train_start(self, trainer, pl_module):
         if "before" not in self.measured:
             self.measure("before", trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module):
+    def on_train_end(self, trainer, pl_module):
         self.measure("after", trainer, pl_module)
         if self.measured:
             rank_zero_info("\n" + table(self.measured))
             log_figures(trainer, self.measured["after"])
         weights = full_state_dict(pl_module.policy)  # of all ranks
         folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
-        if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run or not trainer.is_global_zero:
             return
         if pl_module.lora is None:
             export_policy(pl_module.policy, folder / "policy", weights)
@@ -71,7 +70,7 @@ class ExportPolicy(Callback):
         print(f"policy/ and summary.json are in {folder}")
 
 
-def log_figures(trainer: Trainer, after: Row):
+def log_figures(trainer, after: Row):
     """Log the means after training; in TensorBoard beside the hyperparameters."""
     figures = {f"test/{name}": value["mean"] for name, value in after.items()}
     for logger in trainer.loggers:
@@ -81,9 +80,9 @@ def log_figures(trainer: Trainer, after: Row):
             logger.log_metrics(figures, trainer.global_step)
 
 
-def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
+def summarise(trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
     """The contents of summary.json."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data = trainer.datamodule
     summary: dict = {}
     for when, row in measured.items():
         summary[when] = {name: value["mean"] for name, value in row.items()}
@@ -93,7 +92,7 @@ def summarise(trainer: Trainer, module: PolicyModule, measured: dict[str, Row]) 
     if data is not None:
         summary["trajectories"] = len(data.data.reward)
     summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if isinstance(callback, Speed):
             summary["tokens_per_s"] = callback.tokens_per_second
     return summary

@@ -3,9 +3,8 @@
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from topr.distributed import Preempted, stop_requested
 from topr.io import atomic
@@ -22,12 +21,12 @@ class Preemption(Callback):
         self.updated = False  # whether this process has made an update
         stop_requested.clear()
 
-    def listen(self, trainer: Trainer, pl_module: LightningModule):
+    def listen(self, trainer, pl_module):
         """Handle SIGTERM from now on; Lightning has set its own handler by then."""
 
         def receive(number: int, frame):
             stop_requested.set()
-            launcher: Any = trainer.strategy.launcher
+            launcher = trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(signal.SIGTERM)  # the processes that this one started
             if trainer.state.fn != "fit":
@@ -38,25 +37,25 @@ class Preemption(Callback):
     on_sanity_check_start = on_validation_start = listen
     on_test_start = on_predict_start = listen
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule):
+    def on_train_start(self, trainer, pl_module):
         self.listen(trainer, pl_module)
         # ModelCheckpoint would keep the checkpoint that it resumes for ever
         trainer.ckpt_path = None
 
-    def on_train_batch_end(self, trainer: Trainer, *_):
+    def on_train_batch_end(self, trainer, *_):
         self.updated = True
         if trainer.strategy.reduce_boolean_decision(stop_requested.is_set(), all=False):
             raise Preempted
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule):
+    def on_fit_end(self, trainer, pl_module):
         path = preempted_path(trainer)
         if path.exists():
             trainer.strategy.remove_checkpoint(path)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException):
+    def on_exception(self, trainer, pl_module, exception):
         if not isinstance(exception, Preempted) or trainer.state.fn != "fit":
             return
-        if self.updated and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.updated and not trainer.fast_dev_run:
             path = preempted_path(trainer)
             with atomic(path) if trainer.is_global_zero else nullcontext() as temporary:
                 path = trainer.strategy.broadcast(temporary or path)
@@ -68,6 +67,6 @@ class Preemption(Callback):
             exception.code = 0  # else a launcher would kill rank 0, which may still be writing
 
 
-def preempted_path(trainer: Trainer) -> Path:
+def preempted_path(trainer) -> Path:
     """Where the checkpoint of a stopped run lies. All ranks must call."""
     return Path(trainer.log_dir or ".", "checkpoints", PREEMPTED)

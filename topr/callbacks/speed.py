@@ -5,7 +5,7 @@ import sys
 import time
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from topr.batching import Update
 
@@ -28,7 +28,7 @@ class Speed(Callback):
         """Over the whole run and all ranks."""
         return self.total["tokens"] / max(self.total["seconds"], 1e-9)
 
-    def start(self, trainer: Trainer, pl_module):
+    def start(self, trainer, pl_module):
         self.began = time.perf_counter()
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -36,9 +36,7 @@ class Speed(Callback):
     on_train_start = start
     on_validation_end = start
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module, outputs, batch: Update, batch_idx: int
-    ):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: Update, batch_idx: int):
         now = time.perf_counter()
         seconds = now - self.began
         self.began = now

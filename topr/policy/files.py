@@ -28,12 +28,15 @@ def resolve_policy(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=FILES))
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
-            message = f"policy {name!r} holds no model: {pattern} is missing"
-            raise InputError(f"{message}; give a Hugging Face folder")
+            raise InputError(
+                f"policy {name!r} holds no model: {pattern} is missing",
+                "give a Hugging Face folder",
+            )
     # transformers would load their base instead, from wherever they say
     if (folder / "adapter_config.json").exists():
-        message = f"policy {name!r} holds adapters"
-        raise InputError(f"{message}; merge them into their policy and name the result")
+        raise InputError(
+            f"policy {name!r} holds adapters", "merge them into their policy and name the result"
+        )
     return folder
 
 
@@ -80,8 +83,11 @@ def load_tokenizer(name: str):
     with explained(what, remedy="save one in its folder"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.eos_token or tokenizer.eos_token_id not in range(vocabulary):
-        message = f"the tokenizer of policy {name!r} has no end-of-sequence token"
-        raise InputError(f"{message} among the {vocabulary} of its model; set its eos_token")
+        raise InputError(
+            f"the tokenizer of policy {name!r} has no end-of-sequence token among the "
+            f"{vocabulary} of its model",
+            "set its eos_token",
+        )
     return tokenizer
 
 

@@ -144,8 +144,10 @@ def check_weights(policy: Policy):
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if not norm.isfinite():
-        message = f"policy {policy.name!r}: its weights hold NaN or infinity"
-        raise InputError(f"{message}; export or download it again")
+        raise InputError(
+            f"policy {policy.name!r}: its weights hold NaN or infinity",
+            "export or download it again",
+        )
 
 
 @torch.no_grad()
@@ -163,9 +165,11 @@ def check_forward(policy: Policy, bound: float = 1e-3):
     own_N = log_softmax_NV.gather(1, tokens.target_N[:, None])[:, 0]
     difference = (own_N - policy.log_probs(tokens)).abs().max().item()
     if not difference < bound:
-        message = f"policy {policy.name!r} does more to its logits than a projection and a soft cap"
-        reason = f"log-probs differ by {difference:.1e}"
-        raise InputError(f"{message} (a bias or a scale?): {reason}; choose another model")
+        raise InputError(
+            f"policy {policy.name!r} does more to its logits than a projection and a soft cap "
+            f"(a bias or a scale?): log-probs differ by {difference:.1e}",
+            "choose another model",
+        )
     shared_prompts.enable_if_exact(policy, tokens, own_N, bound)
 
 

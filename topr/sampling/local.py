@@ -51,8 +51,10 @@ class LocalSampler(Sampler):
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
         layer_types = getattr(policy.model.config, "layer_types", None) or []
         if policy.model._is_stateful or "conv" in layer_types:  # Mamba or LFM2, for example
-            problem = f"policy {policy.name!r} caches more than keys and values"
-            raise InputError(f"{problem}; sample on a server, with data.val and data.test null")
+            raise InputError(
+                f"policy {policy.name!r} caches more than keys and values",
+                "sample on a server, with data.val and data.test null",
+            )
         groups = []  # the n drafts of each prompt
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             draws = np.random.default_rng([seed, index]).random((n, sampling.max_new_tokens))

@@ -78,5 +78,7 @@ class ServerSampler(Sampler):
         for length in range(1, len(ids) + 1):
             if ended(ids[:length]) and read == (len(prompt), len(ids)):
                 return Response(ids[:length], ids[length - 1] in policy.end_tokens)
-        problem = f"{self.url} returns no token ids, or cuts a response off"
-        raise InputError(f"{problem}; give it room for the prompt and max_new_tokens")
+        raise InputError(
+            f"{self.url} returns no token ids, or cuts a response off",
+            "give it room for the prompt and max_new_tokens",
+        )

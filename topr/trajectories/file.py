@@ -143,7 +143,7 @@ def _outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
 
 def expand_globs(entries: list[str]) -> list[str]:
     """The files that globs match; other entries as they are."""
-    files: list[str] = []
+    files = []
     for entry in entries:
         files += sorted(glob.glob(entry)) or [entry]
     return files
@@ -151,7 +151,7 @@ def expand_globs(entries: list[str]) -> list[str]:
 
 def resolve_files(entries: str | list[str]) -> list[str]:
     """Trajectory files of paths, globs and hub data sets."""
-    files: list[str] = []
+    files = []
     for entry in expand_globs([entries] if isinstance(entries, str) else entries):
         if Path(entry).is_file():
             files.append(entry)

@@ -71,9 +71,10 @@ def read_training_set(train: str | list[str], policy: str, longest: int) -> Trai
     vocabulary, context = vocabulary_and_context(policy)
     for path, entry in zip(files, metadata, strict=True):
         if entry["tokenizer"] not in (None, expected):
-            message = f"{path} has another tokenizer than policy {policy!r}"
-            remedy = "train a policy with that tokenizer or import the text again"
-            raise InputError(f"{message}; {remedy}")
+            raise InputError(
+                f"{path} has another tokenizer than policy {policy!r}",
+                "train a policy with that tokenizer or import the text again",
+            )
         if rank() == 0:
             read_table(path, vocabulary, min(longest, context))  # checks every row
     return TrainingSet(files, metadata, map_rows(files), policy_hash(policy))
