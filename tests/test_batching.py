@@ -133,7 +133,7 @@ def test_a_row_holds_each_prompt_once_and_continues_its_positions():
     assert tokens.spans == ((0, 2, 0, 0), (2, 4, 0, 2), (4, 5, 0, 2), (5, 9, 5, 5))
     assert tokens.position_N.tolist() == [1, 2, 1, 5, 6, 7]  # of what predicts the targets
     assert tokens.target_N.tolist() == [8, 9, 10, 11, 12, 1]
-    assert tokens.length_B.tolist() == tokens.lengths == [2, 1, 3]
+    assert tokens.length_B.tolist() == [2, 1, 3]
     assert [places.tolist() for places in tokens.predicting] == [[1, 2], [1], [0, 1, 2]]
     assert tokens.nominal == 4 + 3 + 4
 

@@ -3,7 +3,7 @@
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from topr.optim import Adafactor, Schedule
+from topr.optim import Adafactor
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -41,14 +41,3 @@ def test_second_moments_are_factored_and_survive_a_checkpoint():
     other.load_state_dict(optimizer.state_dict())
     train(weights, optimizer, seed=2)
     assert all(map(torch.equal, train(copies, other, seed=2), weights))
-
-
-def test_a_schedule_warms_up_and_decays():
-    optimizer = torch.optim.SGD(parameters(), lr=1.0)
-    schedule = Schedule(optimizer, "linear", num_warmup_steps=2, num_training_steps=6)
-    rates = []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == [0, 0.5, 1, 0.75, 0.5, 0.25]

@@ -72,10 +72,10 @@ AT_EPOCHS = [*AT_VALIDATIONS, f"{CHECKPOINT}.save_on_train_epoch_end=true"]
 SCHEDULE = [
     "--model.optimizer=topr.optim.Adafactor",
     "--model.optimizer.init_args.lr=3e-4",
-    "--model.lr_scheduler=topr.optim.Schedule",
-    "--model.lr_scheduler.name=linear",
-    "--model.lr_scheduler.num_warmup_steps=2",
-    "--model.lr_scheduler.num_training_steps=6",
+    "--model.lr_scheduler=OneCycleLR",
+    "--model.lr_scheduler.max_lr=3e-4",
+    "--model.lr_scheduler.total_steps=6",
+    "--model.lr_scheduler.cycle_momentum=false",
 ]
 # sampling 1 to 6: sanity check, test before, three validations in the epoch, test after
 MOMENTS = {

@@ -65,7 +65,6 @@ def test_fit_writes_a_summary_and_a_model_card(fitted):
     assert "trained with TOPR" in card.text
     for when in ("before", "after"):
         assert f"| {when} | {100 * summary[when]['pass@1']:.1f} [" in card.text
-    assert (folder / "config.yaml").read_text() in card.text
 
 
 def test_the_exported_policy_is_that_of_the_last_checkpoint(fitted):

@@ -198,8 +198,9 @@ def test_conversations_several_epochs_clipping_and_a_schedule(run, whole_groups)
     for name, rows in (("a", several), ("b", one_turn)):
         write(run.folder / "data" / f"{name}.parquet", policy, rows, policy="another")
     more = [*SGD, "--model.optimizer.init_args.lr=80", "--model.gradient_clip_val=0.003"]
-    more += ["--model.lr_scheduler=topr.optim.Schedule", "--model.lr_scheduler.name=linear"]
-    more += ["--model.lr_scheduler.num_training_steps=9", "--trainer.max_epochs=3"]
+    more += ["--model.lr_scheduler=LinearLR", "--model.lr_scheduler.start_factor=1"]
+    more += ["--model.lr_scheduler.end_factor=0", "--model.lr_scheduler.total_iters=9"]
+    more += ["--trainer.max_epochs=3"]
     more += ["--data.batch_size=9", "--data.microbatch_tokens=60"]
     more += [f"--data.whole_groups={whole_groups}"]
     folder, updates = fit_and_record(run, policy, f"{run.folder}/data/*.parquet", *more)

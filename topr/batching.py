@@ -49,11 +49,6 @@ class Tokens(NamedTuple):
     nominal: int  # tokens of all prompts and responses; a shared prompt counts for each response
 
     @property
-    def lengths(self) -> list[int]:
-        """Sampled tokens of each trajectory, on the host."""
-        return [len(places) for places in self.predicting]
-
-    @property
     def spans(self) -> Spans:
         """What each token attends to."""
         spans = []

@@ -44,8 +44,7 @@ class PolicyModule(LightningModule):
         activation_checkpointing: recompute activations in the backward instead of keeping them:
             less memory, a third more time.
         threads: CPU threads of torch; a tiny model is fastest with 1. None: torch's choice.
-        lr_scheduler: a torch scheduler that needs no metric, or `topr.optim.Schedule`, stepped
-            after each update.
+        lr_scheduler: a torch scheduler that needs no metric, stepped after each update.
     """
 
     policy: Policy  # from configure_model on

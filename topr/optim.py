@@ -1,9 +1,9 @@
-"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate; schedules."""
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate."""
 
 from collections.abc import Callable, Iterable
 
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -58,25 +58,3 @@ def whole(mean: Tensor) -> Tensor:
     if isinstance(mean, DTensor):
         return mean.redistribute(placements=[Replicate()] * mean.device_mesh.ndim)
     return mean
-
-
-class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """A learning-rate schedule of transformers, by name.
-
-    Args:
-        name: `linear`, `cosine` or another of transformers' `SchedulerType`.
-        num_warmup_steps: updates over which the rate rises from 0.
-        num_training_steps: updates of the whole run, which most schedules need.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        name: str = "cosine",
-        num_warmup_steps: NonNegativeInt = 0,
-        num_training_steps: PositiveInt | None = None,
-    ):
-        from transformers import get_scheduler
-
-        schedule = get_scheduler(name, optimizer, num_warmup_steps, num_training_steps)
-        super().__init__(optimizer, schedule.lr_lambdas)

@@ -21,6 +21,9 @@ base_model: {policy}
 library_name: transformers
 ---
 # {policy}, trained with {loss} ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286))
+
+{figures}
+{units}
 """
 
 
@@ -63,7 +66,12 @@ class ExportPolicy(Callback):
             export_policy(pl_module.policy, folder / "adapter", weights)
             merged = merge_adapter(pl_module.policy.name, folder / "adapter")
             export_policy(merged, folder / "policy")
-        card = model_card(pl_module, self.measured, folder / "config.yaml")
+        card = CARD.format(
+            policy=pl_module.policy_name,
+            loss=type(pl_module.loss).__name__,
+            figures=table(self.measured),
+            units=UNITS,
+        )
         write_text(folder / "policy" / "README.md", card)
         summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -96,13 +104,3 @@ def summarise(trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
         if isinstance(callback, Speed):
             summary["tokens_per_s"] = callback.tokens_per_second
     return summary
-
-
-def model_card(module: PolicyModule, measured: dict[str, Row], config: Path) -> str:
-    """README.md of an exported policy, in the format of the Hugging Face hub."""
-    text = CARD.format(policy=module.policy_name, loss=type(module.loss).__name__)
-    if measured:
-        text += f"\n{table(measured)}\n{UNITS}\n"
-    if config.exists():  # of a run of train.py
-        text += f"\n```yaml\n{config.read_text()}```\n"
-    return text

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jsonargparse.typing import (
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
-    restricted_number_type,
     restricted_string_type,
 )
 
@@ -17,7 +17,6 @@ from topr.policy.model import Policy
 from topr.settings import Configurable
 
 Ids = list[int]
-TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
 Stop: Any = restricted_string_type("Stop", "(?s).+")
 
 
@@ -35,7 +34,7 @@ class Sampling:
 
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 500
-    top_p: TopP = 1.0
+    top_p: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 512
     stop: list[Stop] = field(default_factory=list)
 
