@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from topr.commands import ArgumentParser, command
-from topr.distributed import end_with_parent, gather, rank, world_size
+from topr.distributed import end_with_parent, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
@@ -120,9 +120,7 @@ class Evaluation:
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
         folder = self.out / "responses" / f"{name}-{content_hash(job.metadata)}"
-        # what rank 0 found: another rank may look later, when some files are there
-        missing = gather(job.missing_parts(folder))[0]
-        parts = missing[rank() :: world_size()]
+        parts = [part for part in job.parts_to_write(folder) if part[1]]
         if parts:
             gc.collect()  # reference cycles may hold the policy before
             with own_device():

@@ -49,7 +49,7 @@ class Train:
             sampling = Sampling(top_k=0, max_new_tokens=12)
             problems = task.problems("problems.jsonl")
             job = SamplingJob(policy, task, problems, 6, sampling, seed)
-            for path, part in job.missing_parts(Path(given["data.out"])):
+            for path, part in job.parts_to_write(Path(given["data.out"])):
                 if killed and path.name != "part-00000.parquet":
                     raise KeyError("killed here")
                 loaded = load_policy(policy)

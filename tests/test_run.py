@@ -182,7 +182,7 @@ def test_validate_and_test_print_their_figures_and_write_nothing(run, setting, s
 def test_predicted_trajectories_are_trained_on_by_the_policy_that_sampled_them(run, setting):
     policy, arguments = setting
     code, out, err = run(train.main, "predict", *arguments, "--data.out=sampled")
-    assert code == 0 and "15 trajectories" in out, err
+    assert code == 0 and "trajectories are under" in out, err
     (file,) = (run.folder / "sampled").glob("*.parquet")
     trajectories, metadata = read_trajectories(file), read_metadata(file)
     assert len(trajectories) == 15 and len({t.prompt_id for t in trajectories}) == 5
@@ -210,7 +210,7 @@ def test_predict_samples_only_what_is_missing(run, setting):
     lost = next(iter(whole))
     lost.unlink()
     code, out, err = run(train.main, *predict, "--data.out=sampled")
-    assert code == 0 and "40 trajectories" in out, err
+    assert code == 0 and "trajectories are under" in out, err
     assert {path: path.read_bytes() for path in Path("sampled").glob("*.parquet")} == whole
     again = listing(run.folder)
     assert [path for path in kept if kept[path] != again[path]] == [str(lost.absolute())]

@@ -13,14 +13,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """A checkpoint file appears under its name when it is complete, and a folder of shards
     disappears at once. A folder of shards is complete when it holds meta.pt, written last."""
 
-    def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options=None):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
         what = f"the checkpoint {path} cannot be written"
         remedy = "earlier ones are kept: make room and resume with --ckpt_path last"
         # torch raises a RuntimeError for a full disk
         with explained(what, (OSError, RuntimeError), remedy), atomic(path) as temporary:
             torch.save(checkpoint, temporary)
 
-    def remove_checkpoint(self, path: str | Path):
+    def remove_checkpoint(self, path):
         path = Path(path)
         aside = path.with_name(f".{path.name}.tmp")
         os.replace(path, aside)  # half a folder must not pass for a checkpoint

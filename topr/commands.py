@@ -28,7 +28,6 @@ class OneSentenceErrors:
         # jsonargparse lists every type that it tried; the first says enough
         sentence = re.sub(r"- Expected a path but .*? - ", "", sentence)
         sentence = re.sub(r"Does not validate .*? Errors: - (.*?) - .*", r"\1", sentence)
-        sentence = re.sub(r"<class '(\w+)'>", r"\1", sentence)
         raise InputError(sentence + self.hint) from ex
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, epoch_plan, pack, partition
-from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
+from topr.distributed import rank, same_error_on_all_ranks, world_size
 from topr.io import InputError, check_folder, lock
 from topr.sampling.base import Sampling
 from topr.settings import save_hyperparameters
@@ -36,7 +36,7 @@ class ProblemBatch(NamedTuple):
     path: Path | None = None  # the file to write, if any
     microbatch_tokens: int = 0  # of the forward that scores log mu, in prediction
 
-    def to(self, device: torch.device) -> "ProblemBatch":
+    def to(self, device) -> "ProblemBatch":
         """Lightning moves batches to the device; nothing here goes there."""
         return self
 
@@ -64,9 +64,6 @@ class Updates(Dataset):
     padded: bool  # whether the policy pads trajectories; see `batching.arrange`
     rank: int = field(default_factory=rank)
     ranks: int = field(default_factory=world_size)
-
-    def __len__(self) -> int:
-        return len(self.plan.batches)
 
     def __getitem__(self, number: int) -> Update:
         batch = self.plan.batches[number]
@@ -133,10 +130,10 @@ class UpdateLoader:
                 "set Trainer(reload_dataloaders_every_n_epochs=1)",
             )
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict:
         return {"epoch": self.epoch, "updates": self.taken}
 
-    def load_state_dict(self, state: dict[str, int]):
+    def load_state_dict(self, state: dict):
         self.epoch = state["epoch"]
         self.start = state["updates"]
 
@@ -157,7 +154,7 @@ class UpdateLoader:
         loader = DataLoader(
             updates,
             batch_size=None,
-            sampler=range(self.taken, len(updates)),
+            sampler=range(self.taken, self.length),
             num_workers=datamodule.num_workers,
             # a DataLoader draws a seed; the global generator must not notice
             generator=torch.Generator(),
@@ -260,12 +257,13 @@ class TrajectoryDataModule(LightningDataModule):
         self.plan = cache(self._plan)
         batches, advantage = self.plan(0)
         reward = self.data.reward
-        check_signs(advantage, reward)
+        check_signs(advantage)
         groups = self.data.group.max() + 1
-        size = f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch"
-        means = f"mean reward {reward.mean():.4g}, mean advantage {advantage.mean():.4g}"
-        share = f"effective positive share {positive_share_of(advantage):.3g}"
-        rank_zero_info(f"{size}: {means}, {share}")
+        rank_zero_info(
+            f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch: "
+            f"mean reward {reward.mean():.4g}, "
+            f"effective positive share {positive_share_of(advantage):.3g}"
+        )
 
     @property
     def unit(self) -> int:
@@ -330,20 +328,15 @@ class TrajectoryDataModule(LightningDataModule):
         return ProblemBatches([self.problem_batch("test")])
 
     def predict_dataloader(self) -> ProblemBatches:
-        """A batch for each file that this rank writes. No rank has fewer than another: sharded
-        policies need each other."""
+        """A batch for each file that this rank writes."""
         job = self.job("problems")
-        with same_error_on_all_ranks():
-            parts = job.missing_parts(Path(self.out) if self.out else None)
-        parts = gather(parts)[0]  # another rank may have looked later, and found more
-        parts += [(None, [])] * (-len(parts) % world_size())
         loader = ProblemBatches()
-        for path, numbers in parts[rank() :: world_size()]:
+        for path, numbers in job.parts_to_write(Path(self.out) if self.out else None):
             loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens))
         return loader
 
 
-def check_signs(advantage: np.ndarray, reward: np.ndarray):
+def check_signs(advantage: np.ndarray):
     """Say where advantages of one sign, or none, leave nothing to learn."""
     if not advantage.any():
         raise InputError(
@@ -351,7 +344,7 @@ def check_signs(advantage: np.ndarray, reward: np.ndarray):
             "sample more, or change data.advantage",
         )
     if (advantage >= 0).all():
-        hint = "; for 0/1 rewards set data.advantage.c to 0.5" if set(reward) <= {0.0, 1.0} else ""
-        rank_zero_warn(f"no advantage is negative, so only positives are learned{hint}")
+        hint = "for rewards 0 and 1 set data.advantage.c to 0.5"
+        rank_zero_warn(f"no advantage is negative, so only positives are learned; {hint}")
     elif (advantage < 0).all():
         rank_zero_warn("every advantage is negative: nothing is learned from positives")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
+StrPath = str | Path
 LOCKS: list[IO] = []  # open files; closing one would end its lock
 
 
@@ -52,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(re.search(r"(?i)(out of|allocate|enough) memory|MemoryError", repr(error)))
 
 
-def check_folder(name: str, path: str | Path):
+def check_folder(name: str, path: StrPath):
     """Raise an InputError if the folder `path` cannot be created or written, before work starts."""
     existing = Path(path).absolute()
     while not existing.exists():
@@ -63,7 +64,7 @@ def check_folder(name: str, path: str | Path):
 
 
 @contextmanager
-def atomic(path: str | Path) -> Iterator[Path]:
+def atomic(path: StrPath) -> Iterator[Path]:
     """Yield a temporary path to write a file or folder to; rename it to `path` at the end.
 
     If the block fails or the process is killed in it, `path` stays as it was. Of folders, only a
@@ -90,7 +91,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
         remove(folder)
 
 
-def lock(folder: str | Path):
+def lock(folder: StrPath):
     """Keep other processes out of a folder until this process ends, and remove the temporary files
     that killed ones left in it.
 
@@ -112,7 +113,7 @@ def lock(folder: str | Path):
         remove(left)
 
 
-def write_text(path: str | Path, text: str):
+def write_text(path: StrPath, text: str):
     """Write a text file atomically."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -77,7 +77,7 @@ class PolicyModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # before the first update
-        self.validated: tuple[int, dict[str, float]] = (-1, {})  # number of updates, figures
+        self.validated: tuple[int, dict] = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
         self.limits: tuple[int | None, int] = (None, -1)  # max_epochs and max_steps
         if threads is not None:
@@ -134,7 +134,7 @@ class PolicyModule(LightningModule):
                 return optimizer
             return [optimizer], [self.lr_scheduler(optimizer)]
 
-    def training_step(self, update: Update, batch_idx: int) -> dict[str, Rows]:
+    def training_step(self, update: Update, batch_idx) -> dict[str, Rows]:
         """One update. Returns the rows of `topr.statistics`, for callbacks."""
         optimizer: Any = self.optimizers()
         columns = []
@@ -196,15 +196,15 @@ class PolicyModule(LightningModule):
             for logger in self.loggers:
                 logger.log_metrics(figures, self.global_step - 1)
 
-    def validation_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
-        """Sample, grade and log responses to this rank's problems; returns them."""
+    def validation_step(self, batch: ProblemBatch, batch_idx):
+        """Sample, grade and log responses to this rank's problems; returns their trajectories."""
         return {"trajectories": self.evaluate("val", batch)}
 
-    def test_step(self, batch: ProblemBatch, batch_idx: int) -> dict[str, list[Trajectory]]:
+    def test_step(self, batch: ProblemBatch, batch_idx):
         """As `validation_step`."""
         return {"trajectories": self.evaluate("test", batch)}
 
-    def predict_step(self, batch: ProblemBatch, batch_idx: int) -> list[Trajectory]:
+    def predict_step(self, batch: ProblemBatch, batch_idx) -> list[Trajectory]:
         """Graded responses with log mu; `PredictionWriter` writes them."""
         from topr.evaluation.live import predict
 
@@ -256,7 +256,7 @@ class PolicyModule(LightningModule):
             validation._has_run = False  # or the loop of the epoch would not be entered
             self.trainer.training = True
 
-    def on_save_checkpoint(self, checkpoint: dict):
+    def on_save_checkpoint(self, checkpoint):
         for logger in self.loggers:
             logger.save()
         loop: Any = self.trainer.fit_loop
@@ -272,7 +272,7 @@ class PolicyModule(LightningModule):
             trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
             checkpoint["state_dict"] = {name: weights[name] for name in trained}
 
-    def on_load_checkpoint(self, checkpoint: dict):
+    def on_load_checkpoint(self, checkpoint):
         state = checkpoint["topr"]
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
@@ -287,14 +287,13 @@ class PolicyModule(LightningModule):
 
 def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
-    strategy = type(trainer.strategy).__name__
     precision = str(trainer.precision)
     message = None
     if trainer.accumulate_grad_batches != 1:
         message = "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size"
     elif trainer.gradient_clip_val is not None:
         message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
-    elif strategy == "FSDPStrategy":
+    elif type(trainer.strategy).__name__ == "FSDPStrategy":
         message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
     elif isinstance(trainer.accelerator, MPSAccelerator):
         message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"

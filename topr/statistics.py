@@ -99,9 +99,10 @@ def check_start(rows: Rows, precision: str, data):
     own = data.sampled_by_policy(rows["trajectory"])
     if not own.all():
         low, middle, high = np.quantile(rows["log_ratio"][~own], [0, 0.5, 1])
-        figures = f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
-        share = f"{(~own).mean():.0%} of the first batch"
-        rank_zero_info(f"another or an unknown policy sampled {share}; {figures}")
+        rank_zero_info(
+            f"another or an unknown policy sampled {(~own).mean():.0%} of the first batch; "
+            f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
+        )
     if not own.any():
         return
     trajectory = rows["trajectory"][own]

@@ -48,7 +48,6 @@ def as_text(trajectories: list[Trajectory]) -> str:
     """Prompts, responses and rewards as a block of code: Markdown would take a product for
     emphasis."""
     text = ""
-    step = max(1, len(trajectories) // RESPONSES)
-    for shown in trajectories[::step][:RESPONSES]:
+    for shown in trajectories[:RESPONSES]:
         text += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n\n"
     return indent(text, "    ", lambda line: True)

@@ -37,7 +37,7 @@ class ExportPolicy(Callback):
     def state_dict(self) -> dict:
         return self.measured
 
-    def load_state_dict(self, state_dict: dict):
+    def load_state_dict(self, state_dict):
         self.measured = state_dict
 
     def measure(self, when: str, trainer, module: PolicyModule):

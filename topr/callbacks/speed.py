@@ -20,7 +20,7 @@ class Speed(Callback):
     def state_dict(self) -> dict:
         return self.total
 
-    def load_state_dict(self, state_dict: dict):
+    def load_state_dict(self, state_dict):
         self.total = state_dict
 
     @property
@@ -36,7 +36,7 @@ class Speed(Callback):
     on_train_start = start
     on_validation_end = start
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch: Update, batch_idx: int):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: Update, *_):
         now = time.perf_counter()
         seconds = now - self.began
         self.began = now

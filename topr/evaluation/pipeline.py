@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
 from topr.identity import content_hash, grader_hash, provenance
 from topr.io import InputError
 from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
@@ -60,28 +61,33 @@ class SamplingJob:
             self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0
         )
 
-    def missing_parts(self, folder: Path | None) -> list[tuple[Path | None, list[int]]]:
-        """The files still to write, each with the numbers of its `PART` problems; no folder:
-        nothing is written.
+    def parts_to_write(self, folder: Path | None) -> list[tuple[Path | None, list[int]]]:
+        """The files that this rank shall write, each with the numbers of its `PART` problems.
+
+        Each rank has equally many, some of them without problems: ranks of sharded policies need
+        each other. Without a folder, nothing is written.
 
         Raises:
             InputError: the folder holds another job's files.
         """
         written = list(folder.glob("*.parquet")) if folder else []
-        for path in written:
-            found = read_metadata(path)
-            if found | self.metadata != found:
-                raise InputError(
-                    f"{path} holds trajectories of another policy, task or problems; "
-                    "name another folder"
-                )
+        with same_error_on_all_ranks():
+            for path in written:
+                found = read_metadata(path)
+                if found | self.metadata != found:
+                    raise InputError(
+                        f"{path} holds trajectories of another policy, task or problems",
+                        "name another folder",
+                    )
         missing = []
         numbers = list(range(len(self.problems)))
         for start in range(0, len(numbers), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
             if part not in written:
                 missing.append((part, numbers[start : start + PART]))
-        return missing
+        missing = gather(missing)[0]  # another rank may have looked later, and found more
+        missing += [(None, [])] * (-len(missing) % world_size())
+        return missing[rank() :: world_size()]
 
     def sample(self, numbers: list[int], sampler: Sampler, policy: Policy) -> list[Trajectory]:
         """Graded responses to the problems of these numbers, with empty `ref_logprobs`.

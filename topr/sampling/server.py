@@ -47,10 +47,8 @@ class ServerSampler(Sampler):
         slots = asyncio.Semaphore(self.concurrency)
         client = openai.AsyncOpenAI(base_url=self.url, api_key="none", max_retries=RETRIES)
         async with client:
-            responses = []
-            for prompt, seed in requests:
-                responses.append(self.respond(client, slots, policy, sampling, prompt, seed))
-            return await asyncio.gather(*responses)
+            calls = [self.respond(client, slots, policy, sampling, *one) for one in requests]
+            return await asyncio.gather(*calls)
 
     async def respond(self, client, slots, policy, sampling, prompt, seed) -> Response:
         async with slots:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from topr.io import LARGEST, InputError, atomic, explained
+from topr.io import LARGEST, InputError, StrPath, atomic, explained
 
 REMEDY = "sample with `train.py predict` or convert with `topr.trajectories import`"
 
@@ -57,13 +57,13 @@ SCHEMA_VERSION = 1
 METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")
 
 
-def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory], metadata: dict):
+def write_trajectories(path: StrPath, trajectories: Iterable[Trajectory], metadata: dict):
     """Write a trajectory file atomically, with metadata of `METADATA_KEYS`."""
     rows = [vars(trajectory) for trajectory in trajectories]
     write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
 
 
-def write_table(path: str | Path, table: pa.Table, metadata: dict):
+def write_table(path: StrPath, table: pa.Table, metadata: dict):
     """`write_trajectories` for a table of `SCHEMA`."""
     about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
     described = table.replace_schema_metadata({"topr": about})
@@ -71,12 +71,12 @@ def write_table(path: str | Path, table: pa.Table, metadata: dict):
         pq.write_table(described, temporary, compression="zstd", write_page_checksum=True)
 
 
-def read_trajectories(path: str | Path) -> list[Trajectory]:
+def read_trajectories(path: StrPath) -> list[Trajectory]:
     """All rows of a trajectory file. Raises an InputError as `read_table` does."""
     return [Trajectory(**row) for row in read_table(path).to_pylist()]
 
 
-def read_metadata(path: str | Path) -> dict:
+def read_metadata(path: StrPath) -> dict:
     """Metadata by `METADATA_KEYS`, None where unknown. Raises an InputError if the file is no
     Parquet file."""
     with explained(f"{path} cannot be read", remedy=REMEDY):
@@ -84,7 +84,7 @@ def read_metadata(path: str | Path) -> dict:
         return dict.fromkeys(METADATA_KEYS) | json.loads(stored.get(b"topr", b"{}"))
 
 
-def read_table(path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**31) -> pa.Table:
+def read_table(path: StrPath, vocabulary: int = 2**31, max_tokens: int = 2**31) -> pa.Table:
     """Read a trajectory file as a table of `SCHEMA`, and check every row.
 
     Args:
@@ -101,7 +101,7 @@ def read_table(path: str | Path, vocabulary: int = 2**31, max_tokens: int = 2**3
         table = pq.read_table(path, schema=pa.schema(fields), page_checksum_verification=True)
         table = table.cast(SCHEMA)
     if len(table) == 0:
-        raise InputError(f"{path} holds no trajectory; {REMEDY}")
+        raise InputError(f"{path} holds no trajectory", REMEDY)
     for problem, bad in _problems(table, vocabulary, max_tokens).items():
         if bad.any():
             raise InputError(f"{path}, row {np.argmax(bad)}: {problem}")
@@ -162,5 +162,5 @@ def resolve_files(entries: str | list[str]) -> list[str]:
             folder = snapshot_download(entry, repo_type="dataset", allow_patterns="*.parquet")
         files += sorted(map(str, Path(folder).rglob("*.parquet")))
     if not files:
-        raise InputError(f"{entries} holds no Parquet file; {REMEDY}")
+        raise InputError(f"{entries} holds no Parquet file", REMEDY)
     return files
