@@ -10,6 +10,7 @@ from conftest import make_policy, make_trajectories, write
 from topr.advantages import Baseline, GroupBalanced, GroupMean
 from topr.datamodule import TrajectoryDataModule, Updates
 from topr.io import InputError
+from topr.sampling import Sampling
 from topr.tasks import Arithmetic
 
 
@@ -97,6 +98,45 @@ def test_a_loader_resumes_within_an_epoch(files, settings):
     other.load_state_dict(loader.state_dict())
     assert contents([second]) + contents(other) == whole[1:]
     assert contents(other) == whole  # another pass starts at the beginning
+
+
+def test_the_epoch_after_a_resumed_one_starts_at_its_beginning(files):
+    loader = module(files).train_dataloader()
+    loader.load_state_dict({"epoch": 0, "updates": len(loader)})  # a checkpoint of an epoch's end
+    loader.set_epoch(1)
+    assert len(contents(loader)) == len(loader)
+
+
+def test_an_advantage_of_zero_is_positive_in_pairs(files):
+    data = module(files, advantage=Baseline(1.0), batching="pairs")
+    assert set(data.data.reward) == {-1, 1}
+    for batch in data.plan(0).batches:
+        assert (data.data.reward[batch] == 1).tolist() == [True, False] * (len(batch) // 2)
+
+
+def test_ranks_share_problems_and_files(files, tmp_path, monkeypatch):
+    problems = tmp_path / "problems.jsonl"
+    lines = [f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(70)]
+    problems.write_text("".join(lines))
+    given = {"val": str(problems), "problems": str(problems), "out": str(tmp_path / "out")}
+    data = module(files, **given, sampling=Sampling(max_new_tokens=8))
+    validated = []
+    predicted = []
+    for number in range(2):
+        for place in ("topr.datamodule", "topr.evaluation.pipeline"):
+            monkeypatch.setattr(f"{place}.rank", lambda number=number: number)
+            monkeypatch.setattr(f"{place}.world_size", lambda: 2)
+        (batch,) = data.val_dataloader()
+        validated.append(batch.numbers)
+        predicted += data.predict_dataloader()
+    assert validated == [list(range(0, 70, 2)), list(range(1, 70, 2))]
+    shares = [(path and path.name, numbers) for _, numbers, path, _ in predicted]
+    assert shares == [
+        ("part-00000.parquet", list(range(32))),
+        ("part-00002.parquet", list(range(64, 70))),
+        ("part-00001.parquet", list(range(32, 64))),
+        (None, []),  # it keeps the other company
+    ]
 
 
 def test_every_epoch_draws_anew(files):

@@ -8,7 +8,7 @@ import torch
 
 from topr.advantages import Baseline, PositiveShare, positive_share_of
 from topr.io import InputError
-from topr.losses import IS, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, check_output, rho
+from topr.losses import IS, KTO, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, check_output, rho
 from topr.losses.topr import log_limit
 
 INFINITY = math.exp(20)
@@ -158,6 +158,10 @@ def test_an_advantage_of_zero_is_that_of_a_positive():
     one = torch.tensor([1])
     output = TOPR()(torch.tensor([-6.0]), torch.zeros(1), one, torch.zeros(1))
     assert output.weight_B.item() == 1
+    losses = [
+        KTO()(torch.tensor([-6.0]), torch.zeros(1), one, torch.tensor([a])) for a in (0.0, 1.0)
+    ]
+    assert losses[0].loss_B == losses[1].loss_B > 0.5
 
 
 TRAINED = torch.zeros(2, requires_grad=True)

@@ -9,6 +9,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, listing, write
@@ -26,7 +27,7 @@ from topr.identity import policy_hash
 from topr.module import PolicyModule
 from topr.policy.model import load_policy
 from topr.tasks import Arithmetic
-from topr.trajectories import read_metadata, read_trajectories
+from topr.trajectories import add_log_probs, read_metadata, read_trajectories
 
 GLOSSARY = ROOT / "topr" / "callbacks" / "README.md"  # explains every metric that is logged
 MEASURED = {"pass@1", "pass@3", "maj@3", "invalid", "length", "problems", "samples"}
@@ -195,6 +196,25 @@ def test_predicted_trajectories_are_trained_on_by_the_policy_that_sampled_them(r
     code, out, err = run(train.main, "fit", *arguments, "--data.train=sampled/*.parquet")
     assert code == 0, err  # the check of log mu before the first update has passed
     assert "another or an unknown policy" not in out + err
+
+
+def test_mu_is_scored_in_the_precision_that_the_file_names(run, setting):
+    policy, arguments = setting
+    precision = "--trainer.precision=bf16-mixed"
+    code, _, err = run(train.main, "predict", *arguments, precision, "--data.out=sampled")
+    assert code == 0, err
+    (file,) = (run.folder / "sampled").glob("*.parquet")
+    assert read_metadata(file)["precision"] == "bf16-mixed"
+    trajectories = read_trajectories(file)
+    stored = np.concatenate([t.ref_logprobs for t in trajectories])
+    scorer = load_policy(str(policy))
+    errors = []
+    for bfloat16 in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            add_log_probs(scorer, trajectories)
+        scored = np.concatenate([t.ref_logprobs for t in trajectories])
+        errors.append(abs(scored - stored).max())
+    assert errors[0] < 1e-6 and errors[1] > 1e-4
 
 
 def test_predict_samples_only_what_is_missing(run, setting):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, write
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_logprobs import make_policy_of
@@ -287,6 +287,41 @@ def test_what_ranks_compute_to_fill_up_changes_nothing(shifted, batching):
         fillers += sum(float((part.real_B == 0).sum()) for part in update.micro_batches)
     assert fillers > 0
     torch.testing.assert_close(five.state_dict(), one.state_dict(), rtol=0, atol=1e-6)
+
+
+class Gradients(Callback):
+    """Keeps what each update leaves behind."""
+
+    def __init__(self):
+        self.left = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.left += [weight.grad for weight in pl_module.parameters()]
+
+
+def test_an_update_leaves_no_gradient_for_the_next_one(shifted):
+    policy, data, _ = shifted
+    gradients = Gradients()
+    trainer = Trainer(accelerator="cpu", max_steps=3, logger=False, callbacks=[gradients])
+    settings = {"train": str(data), "batch_size": 4}
+    trainer.fit(plain_module(policy), TrajectoryDataModule(str(policy), Arithmetic(), **settings))
+    assert len(gradients.left) > 3 and set(gradients.left) == {None}
+
+
+def test_the_average_over_ranks_is_cancelled(shifted, monkeypatch):
+    """The strategy divides the gradient by the number of ranks; here it has one."""
+    policy, data, _ = shifted
+    moved = []
+    for ranks in (1, 2):
+        monkeypatch.setattr(Trainer, "world_size", property(lambda self, ranks=ranks: ranks))
+        module = plain_module(policy)
+        module.gradient_clip_val = None
+        plain_fit(module, data)
+        start = load_file(policy / "model.safetensors")
+        weights = dict(module.policy.model.named_parameters())
+        moved.append({name: weights[name].detach() - start[name] for name in start})
+    for name, one in moved[0].items():
+        torch.testing.assert_close(moved[1][name], 2 * one, rtol=1e-3, atol=1e-6)
 
 
 class Infinite(TOPR):
