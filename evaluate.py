@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from topr.commands import ArgumentParser, command
-from topr.distributed import end_with_parent, gather, rank
+from topr.distributed import end_rank_with_launcher, gather, rank
 from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
@@ -165,7 +165,7 @@ class Evaluation:
 
 
 def main():
-    end_with_parent()
+    end_rank_with_launcher()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
     known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE: its problems"

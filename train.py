@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from topr.callbacks import ExportPolicy, Preemption, Speed, TensorBoardExtras
-from topr.checkpoints import updates
+from topr.checkpoints import updates_before
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
-from topr.distributed import end_with_parent, rank
+from topr.distributed import end_rank_with_launcher, rank
 from topr.io import InputError, explained, first_line, lock, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
@@ -87,26 +87,33 @@ class CLI(LightningCLI):
             config.return_predictions = False  # they are written to files, and may be many
             if config.data.out is None:
                 raise InputError("data.out is not set; predict needs it")
+        # a rank that another one starts finds a folder more; Lightning takes that of rank 0
         run = new_run(config)
-        checkpoint = config.get("ckpt_path")
-        if checkpoint == "last":
-            checkpoint = run.resume()
-            config.ckpt_path = checkpoint and str(checkpoint)
-            nothing = f"no complete checkpoint under {run.root}"
-            if checkpoint is None and self.subcommand != "fit":
-                raise InputError(f"--ckpt_path last: {nothing}; train first, or name another")
-            message = f"resuming {checkpoint}" if checkpoint else f"{nothing}: starting afresh"
-            rank_zero_only(print)(message)
-        elif checkpoint and updates(Path(checkpoint)) is None:
-            raise InputError(f"--ckpt_path: {checkpoint} is incomplete or not a checkpoint")
+        config.ckpt_path = self._find_checkpoint(run, config.get("ckpt_path"))
         if self.subcommand != "fit":  # no run's folder, which would stay empty
             config.trainer.logger = False
             return
         self.yaml = self._parser("fit").dump(config, skip_none=False)
-        if checkpoint:
+        if config.ckpt_path:  # a checkpoint given by its path starts a new run, with any settings
             run.check_unchanged(self.yaml)
-        run.hand_out(config.trainer)
+        run.direct_loggers(config.trainer)
         self.run = run
+
+    def _find_checkpoint(self, run: Run, checkpoint: str | None) -> str | None:
+        """The checkpoint that --ckpt_path names; that of `last` makes `run` the one it resumes."""
+        if checkpoint != "last":
+            if checkpoint and updates_before(Path(checkpoint)) is None:
+                raise InputError(f"--ckpt_path: {checkpoint} is incomplete or not a checkpoint")
+            return checkpoint
+        newest = run.resume()
+        if newest:
+            rank_zero_only(print)(f"resuming {newest}")
+            return str(newest)
+        nothing = f"no complete checkpoint under {run.root}"
+        if self.subcommand != "fit":
+            raise InputError(f"--ckpt_path last: {nothing}", "train first, or name another")
+        rank_zero_only(print)(f"{nothing}: starting afresh")
+        return None
 
     def instantiate_classes(self):
         try:
@@ -147,7 +154,7 @@ class CLI(LightningCLI):
             folder = self.run.folder
             is_new = not folder.exists()
             lock(folder)
-            self.run.keep_rows(trainer.loggers)
+            self.run.keep_csv_rows(trainer.loggers)
             write_text(folder / "config.yaml", self.yaml)
         try:
             super()._run_subcommand(subcommand)
@@ -156,7 +163,7 @@ class CLI(LightningCLI):
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, MisconfigurationException):
                 raise InputError(first_line(error)) from error
-            if isinstance(error, CheckpointException):  # of every rank
+            if isinstance(error, CheckpointException):  # not an Exception; every rank raises it
                 if rank():
                     raise SystemExit(0) from error
                 reason = first_line(next(iter(error.failures.values()))[0])
@@ -185,7 +192,7 @@ def quieten():
 
 
 def main():
-    end_with_parent()
+    end_rank_with_launcher()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # nothing in a checkpoint is executed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when the loader forks
     quieten()

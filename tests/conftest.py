@@ -223,7 +223,7 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.updates.append(batch)
-        self.rows.append(outputs["rows"])
+        self.rows.append(outputs["columns"])
 
     @classmethod
     def clear(cls) -> None:

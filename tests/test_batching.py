@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from topr.batching import epoch_plan, pack, partition
+from topr.batching import pack, partition, plan_batches
 from topr.io import InputError
 
 
@@ -20,7 +20,7 @@ GROUP, POSITIVE = data()
 
 
 def plan(batching: str, *seeds: int) -> list[list[int]]:
-    batches = epoch_plan(GROUP, POSITIVE, 16, batching, *seeds)
+    batches = plan_batches(GROUP, POSITIVE, 16, batching, *seeds)
     return [batch.tolist() for batch in batches]
 
 
@@ -66,11 +66,11 @@ def test_batches_that_cannot_be_made_are_rejected():
     one_group = np.zeros(17, dtype=int)
     signs = np.arange(17) % 2 == 0
     with pytest.raises(InputError, match="a group has 17 trajectories.*now 16"):
-        epoch_plan(one_group, signs, 16, "groups", 0)
-    assert len(epoch_plan(one_group, signs, 17, "groups", 0)) == 1
+        plan_batches(one_group, signs, 16, "groups", 0)
+    assert len(plan_batches(one_group, signs, 17, "groups", 0)) == 1
     with pytest.raises(InputError, match="no group holds both a positive and a negative"):
-        epoch_plan(one_group, signs | True, 16, "pairs", 0)
-    assert len(epoch_plan(one_group, signs, 2, "pairs", 0)) == 8
+        plan_batches(one_group, signs | True, 16, "pairs", 0)
+    assert len(plan_batches(one_group, signs, 2, "pairs", 0)) == 8
 
 
 def row_tokens(sizes: np.ndarray, padded: bool) -> int:
@@ -134,7 +134,7 @@ def test_a_row_holds_each_prompt_once_and_continues_its_positions():
     assert tokens.position_N.tolist() == [1, 2, 1, 5, 6, 7]  # of what predicts the targets
     assert tokens.target_N.tolist() == [8, 9, 10, 11, 12, 1]
     assert tokens.length_B.tolist() == [2, 1, 3]
-    assert [places.tolist() for places in tokens.predicting] == [[1, 2], [1], [0, 1, 2]]
+    assert [places.tolist() for places in tokens.sampled] == [[0, 1], [0], [0, 1, 2]]
     assert tokens.nominal == 4 + 3 + 4
 
 
@@ -145,4 +145,4 @@ def test_tokens_that_were_not_sampled_are_read_but_not_predicted():
     assert tokens.input_ids_L.tolist() == [5, 6, 8, 9, 10, 11, 12]
     assert tokens.target_N.tolist() == [9, 10, 11, 12]
     assert tokens.position_N.tolist() == [2, 3, 1, 5]
-    assert [places.tolist() for places in tokens.predicting] == [[2, 3], [1, 2]]
+    assert [places.tolist() for places in tokens.sampled] == [[1, 2], [0, 1]]

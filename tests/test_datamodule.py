@@ -2,14 +2,19 @@
 
 import os
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_policy, make_trajectories, write
+from lightning.pytorch import Trainer
 
 from topr.advantages import Baseline, GroupBalanced, GroupMean
 from topr.datamodule import TrajectoryDataModule, Updates
 from topr.io import InputError
+from topr.losses import DPO, TOPR
+from topr.module import PolicyModule
 from topr.sampling import Sampling
 from topr.tasks import Arithmetic
 
@@ -137,6 +142,29 @@ def test_ranks_share_problems_and_files(files, tmp_path, monkeypatch):
         ("part-00001.parquet", list(range(32, 64))),
         (None, []),  # it keeps the other company
     ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_hands_updates_on_as_they_are(files, workers):
+    """torch's own collation would turn arrays into tensors, and tuples into lists."""
+    (update, *_) = module(files, num_workers=workers).train_dataloader()
+    for part in update.micro_batches:
+        assert isinstance(part.tokens.trajectories, tuple)
+        assert {type(places) for places in part.tokens.sampled} == {np.ndarray}
+
+
+def test_pairs_are_needed_by_a_loss_whoever_makes_the_data_module(files):
+    """train.py links the two; in a notebook nobody does."""
+    optimizer = partial(torch.optim.SGD, lr=1.0)
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+    for batching, loss in (("trajectories", DPO()), ("pairs", DPO()), ("trajectories", TOPR())):
+        policy = PolicyModule(str(files[0]), Arithmetic(), loss, optimizer)
+        data = TrajectoryDataModule(str(files[0]), Arithmetic(), batching, train=files[1])
+        if batching == "trajectories" and loss.batching == "pairs":
+            with pytest.raises(InputError, match='batching="pairs"'):
+                trainer.fit(policy, data)
+        else:
+            trainer.fit(policy, data)
 
 
 def test_every_epoch_draws_anew(files):

@@ -13,7 +13,7 @@ from topr.batching import pack
 from topr.io import InputError
 from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer, logprobs
 from topr.policy.logprobs import TokenLogProbs, padded_hidden_states, token_log_probs
-from topr.policy.model import check_forward
+from topr.policy.model import choose_forward
 from topr.policy.shared_prompts import attend
 
 SMALL = {
@@ -113,9 +113,9 @@ def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing
     plain.model.set_attn_implementation("eager")
     if family in PADDED:
         with pytest.warns(match="trajectories are padded"):
-            check_forward(policy)
+            choose_forward(policy)
     else:
-        check_forward(policy)
+        choose_forward(policy)
     assert policy.padded == (family in PADDED)
     if checkpointing:
         policy.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -137,7 +137,7 @@ def test_a_row_of_trajectories_equals_one_forward_for_each(family, checkpointing
 def test_tokens_that_were_not_sampled_are_context_alone(padded):
     policy = make_policy_of("Llama").double()
     if not padded:
-        check_forward(policy)
+        choose_forward(policy)
     prompts, responses = sequences()
     rng = np.random.default_rng(2)
     sampled = []
@@ -156,16 +156,16 @@ def test_a_model_that_ignores_the_window_in_its_config_is_padded():
     policy = make_policy_of("Llama")
     policy.model.config.sliding_window = 4
     with pytest.warns(match="trajectories are padded"):
-        check_forward(policy)
+        choose_forward(policy)
     assert policy.padded
 
 
 def test_a_model_that_scales_its_logits_is_rejected():
     policy = make_policy_of("Llama")
-    check_forward(policy)
+    choose_forward(policy)
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: 0.5 * logits)
     with pytest.raises(InputError, match="does more to its logits"):
-        check_forward(policy)
+        choose_forward(policy)
 
 
 def small_chunks(monkeypatch):
@@ -203,7 +203,7 @@ def test_a_frozen_projection_gets_no_gradient():
 
 def test_micro_batches_add_their_gradients():
     policy = make_policy_of("Llama").double()
-    check_forward(policy)
+    choose_forward(policy)
     prompts, responses = sequences()
     policy.log_probs(pack(prompts, responses)).sum().backward()
     expected = policy.model.lm_head.weight.grad

@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 from conftest import ROOT, make_policy, make_trajectories, write
+from torch.optim.lr_scheduler import OneCycleLR
 from torture import Command, assert_same_run, check_fit, curves
 
 import train
-from topr.checkpoints import AtomicCheckpointIO, updates
+from topr.checkpoints import AtomicCheckpointIO, updates_before
 from topr.io import InputError
 from topr.sampling import LocalSampler
 
@@ -122,7 +123,14 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(files, whole, tmp_path, m
 @pytest.mark.slow
 def test_a_schedule_is_stepped_once_an_update(whole):
     rates = [float(value) for _, value in curves(version(whole(*SCHEDULE)))["train/lr"]]
-    assert rates == pytest.approx([3e-4 * share for share in (0, 0.5, 1, 0.75, 0.5, 0.25)])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    schedule = OneCycleLR(optimizer, max_lr=3e-4, total_steps=6, cycle_momentum=False)
+    expected = []
+    for _ in range(6):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -202,16 +210,26 @@ def test_the_newest_complete_checkpoint_is_found(files, whole, tmp_path):
     assert_same_run(version(command), version(whole()))
 
 
+def test_a_checkpoint_of_weights_alone_is_not_resumed(files, run):
+    saved = ["--data.val=null", "--data.test=null", f"{CHECKPOINT}.save_weights_only=true"]
+    code, _, err = run(train.main, *arguments(files, *saved))
+    assert code == 0, err
+    (checkpoint,) = run.folder.glob("runs/arithmetic/version_0/checkpoints/*.ckpt")
+    assert updates_before(checkpoint) is None
+    code, out, err = run(train.main, *arguments(files, *saved), "--ckpt_path=last")
+    assert code == 0 and "starting afresh" in out, err
+
+
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/executed",)
 
-    content = {"global_step": 1, "loops": {}, "pytorch-lightning_version": "2.6"}
+    content = {"global_step": 1, "lr_schedulers": [], "pytorch-lightning_version": "2.6"}
     torch.save(content, tmp_path / "good.ckpt")
     torch.save(content | {"state_dict": Evil()}, tmp_path / "evil.ckpt")
-    assert updates(tmp_path / "good.ckpt") == 1
-    assert updates(tmp_path / "evil.ckpt") is None
+    assert updates_before(tmp_path / "good.ckpt") == 1
+    assert updates_before(tmp_path / "evil.ckpt") is None
     assert not (tmp_path / "executed").exists()
 
 
@@ -244,7 +262,7 @@ def test_a_full_disk_ends_a_run_that_can_be_resumed(files, whole, tmp_path, smal
         assert command.log.splitlines()[-1].startswith("error: ")
         assert "seed_everything" in config.read_text()
         (kept,) = (version(command) / "checkpoints").iterdir()
-        assert updates(kept) == 2
+        assert updates_before(kept) == 2
     small_disk(resource.RLIM_INFINITY)
     assert command.run() == 0, command.log
     check_fit(command, whole())
@@ -256,7 +274,7 @@ def exhausted(*_):
 
 def test_running_out_of_memory_in_an_update_names_the_key_to_lower(files, run, monkeypatch):
     more = ["--data.val=null", "--data.test=null"]
-    monkeypatch.setattr("topr.policy.model.check_forward", lambda *_: None)
+    monkeypatch.setattr("topr.policy.model.choose_forward", lambda *_: None)
     monkeypatch.setattr("topr.policy.model.token_log_probs", exhausted)
     code, _, err = run(train.main, *arguments(files, *more))
     error = err.splitlines()[-1]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torture import curves, summary
 
 import train
-from topr.checkpoints import updates
+from topr.checkpoints import updates_before
 
 # the fixture makes all runs of two ranks in one launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sharding")]
@@ -208,7 +208,7 @@ def test_an_error_on_all_ranks_is_printed_once(files, two, name):
     assert ERRORS[name] in two[name]
     if name == "full":  # half a checkpoint is not resumed
         checkpoints = (version(files, "arithmetic") / "checkpoints").iterdir()
-        assert not any(map(updates, checkpoints))
+        assert not any(map(updates_before, checkpoints))
     else:
         assert not version(files, name).exists()
 
@@ -221,6 +221,6 @@ def test_devices_without_a_shard_of_their_own_are_rejected(run, files):
 def test_a_sharded_checkpoint_without_sharding_is_rejected(run, files, two):
     (checkpoint,) = (version(files, "adamw-fsdp") / "checkpoints").iterdir()
     assert (checkpoint / "meta.pt").is_file()
-    assert updates(checkpoint) == 6
+    assert updates_before(checkpoint) == 6
     words = "is sharded; resume it with --config configs/fsdp.yaml"
     rejected(run, words, *command(files, "base", f"--ckpt_path={checkpoint}"))

@@ -40,7 +40,7 @@ from topr.trajectories import read_trajectories
 PHASES = {
     "update": (PolicyModule, "check_update"),
     "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
-    "validation": (PolicyModule, "write_figures"),
+    "validation": (PolicyModule, "log_validation"),
     "sampling": (LocalSampler, "sample"),
     "writing": (predictions, "write_trajectories"),
     "export": (export, "export_policy"),

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     input_ids_L: Tensor
     position_ids_L: Tensor
     trajectories: Spans  # start and end of each response, start and end of its prompt
-    predicting: tuple[np.ndarray, ...]  # within prompt and response, what predicts sampled tokens
+    sampled: tuple[np.ndarray, ...]  # of each response, the places of its sampled tokens
     position_N: Tensor  # where in the row the token stands that predicts each sampled token
     target_N: Tensor  # the sampled tokens
     length_B: Tensor  # T, the sampled tokens of each trajectory
@@ -90,14 +90,14 @@ class Update(NamedTuple):
     trajectories: int  # of the whole update, over all ranks
 
 
-def epoch_plan(
+def plan_batches(
     group: np.ndarray, positive: np.ndarray, batch_size: int, batching: Batching, *seeds: int
 ) -> list[np.ndarray]:
     """The batches of one epoch, arrays of trajectory numbers; a pure function of its arguments.
 
     Args:
         group: number of each trajectory's group, [trajectories].
-        positive: whether its advantage is positive, [trajectories].
+        positive: whether A >= 0, [trajectories].
         batch_size: largest number of trajectories in a batch; the last one may be smaller.
         batching: `trajectories` shuffles them; `groups` shuffles groups and fills batches with
             whole ones; `pairs` draws min(n+, n-) disjoint pairs from each group and shuffles them,
@@ -218,7 +218,7 @@ def pack(
     """
     ids, positions, targets, places = [], [], [], []
     trajectories = []
-    predicting = []
+    sampled_places = []
     first = last = end = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if i == 0 or not np.array_equal(prompt, prompts[i - 1]):
@@ -232,16 +232,16 @@ def pack(
         ids.append(response)
         positions.append(np.arange(len(prompt), len(prompt) + len(response)))
         marks = sampled[i] if len(sampled) else None
-        chosen: Any = slice(None) if marks is None else marks
+        chosen = np.arange(len(response)) if marks is None else np.flatnonzero(marks)
+        sampled_places.append(chosen)
         # the prompt's last token predicts the first one of the response, that the next, and so on
-        predicting.append(np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)[chosen])
         places.append(np.r_[last - 1, start : end - 1][chosen])
         targets.append(response[chosen])
     return Tokens(
         input_ids_L=from_numpy(np.concatenate(ids).astype(np.int64)),
         position_ids_L=from_numpy(np.concatenate(positions)),
         trajectories=tuple(trajectories),
-        predicting=tuple(predicting),
+        sampled=tuple(sampled_places),
         position_N=from_numpy(np.concatenate(places)),
         target_N=from_numpy(np.concatenate(targets).astype(np.int64)),
         length_B=tensor([len(target) for target in targets]),

@@ -27,7 +27,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove(aside)
 
 
-def updates(checkpoint: Path) -> int | None:
+def updates_before(checkpoint: Path) -> int | None:
     """Updates before a checkpoint, a file or a folder of shards; None if it is incomplete or not a
     checkpoint."""
     sharded = checkpoint.is_dir()
@@ -36,7 +36,7 @@ def updates(checkpoint: Path) -> int | None:
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
         if sharded and not (checkpoint / ".metadata").stat().st_size:
             return None
-        complete = content.keys() >= {"loops", "pytorch-lightning_version"}
+        complete = content.keys() >= {"lr_schedulers", "pytorch-lightning_version"}
         return content["global_step"] if complete else None
     except Exception:  # whatever torch raises about a broken file
         return None
@@ -46,7 +46,7 @@ def newest(root: Path) -> tuple[Path | None, int]:
     """The newest complete checkpoint of the runs `root/version_*`, and the updates before it."""
     found = root.glob("version_*/checkpoints/*.ckpt")
     for path in sorted(found, key=os.path.getmtime, reverse=True):
-        count = updates(path)
+        count = updates_before(path)
         if count is not None:
             return path, count
     return None, 0

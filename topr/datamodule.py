@@ -16,7 +16,7 @@ from torch import from_numpy
 from torch.utils.data import DataLoader, Dataset
 
 from topr.advantages import Advantage, Baseline, positive_share_of
-from topr.batching import Batching, MicroBatch, Update, epoch_plan, pack, partition
+from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
 from topr.distributed import rank, same_error_on_all_ranks, world_size
 from topr.io import InputError, check_folder, lock
 from topr.sampling.base import Sampling
@@ -47,9 +47,9 @@ class ProblemBatches(UserList):
 
 
 class EpochPlan(NamedTuple):
-    """What an epoch computes: see `epoch_plan`."""
+    """The batches of an epoch, and the advantages by which they were planned."""
 
-    batches: list[np.ndarray]
+    batches: list[np.ndarray]  # see `plan_batches`
     advantage: np.ndarray  # of every trajectory, float32
 
 
@@ -73,20 +73,19 @@ class Updates(Dataset):
         for row in rows[self.rank :: self.ranks]:
             if len(row):
                 micro_batches.append(self.micro_batch(batch[row], real=True))
-            else:  # the ranks of a sharded policy need each other in every forward
+            else:  # a filler: the ranks of a sharded policy need each other in every forward
                 micro_batches.append(self.micro_batch(batch[rows[0][-self.unit :]], real=False))
         return Update(micro_batches, len(batch))
 
     def micro_batch(self, chosen: np.ndarray, real: bool) -> MicroBatch:
         """The trajectories of these numbers, in one row of tokens."""
         table = self.data.rows[chosen.tolist()]
-        prompts = table["prompt_ids"].to_numpy()
         sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
-        tokens = pack(prompts, table["response_ids"].to_numpy(), sampled)
-        ref_log_probs = []
+        tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy(), sampled)
         scores = table["ref_logprobs"].to_numpy()
-        for prompt, places, log_probs in zip(prompts, tokens.predicting, scores, strict=True):
-            ref_log_probs.append(log_probs[places - len(prompt) + 1])
+        ref_log_probs = []
+        for log_probs, places in zip(scores, tokens.sampled, strict=True):
+            ref_log_probs.append(log_probs[places])
         return MicroBatch(
             tokens=tokens if real else tokens._replace(nominal=0),
             ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
@@ -98,6 +97,11 @@ class Updates(Dataset):
         )
 
 
+def unchanged(update):
+    """In place of the default, which makes tensors of arrays and lists of tuples."""
+    return update
+
+
 class UpdateLoader:
     """Iterates over the updates of an epoch, each computed when it is due.
 
@@ -107,7 +111,7 @@ class UpdateLoader:
 
     def __init__(self, datamodule: "TrajectoryDataModule", epoch: int, padded: bool):
         self.datamodule = datamodule
-        self.data = datamodule.data
+        self.data = datamodule.data  # for PolicyModule.check_update, too
         self.epoch = epoch
         self.padded = padded
         self.start = 0  # updates to skip, after a resumption
@@ -156,6 +160,7 @@ class UpdateLoader:
             batch_size=None,
             sampler=range(self.taken, self.length),
             num_workers=datamodule.num_workers,
+            collate_fn=unchanged,
             # a DataLoader draws a seed; the global generator must not notice
             generator=torch.Generator(),
         )
@@ -170,7 +175,7 @@ class TrajectoryDataModule(LightningDataModule):
     Args:
         policy: folder or hub name; train.py links it, task and batching from the model section.
         task: reads the problems.
-        batching: what must lie in one batch; see `batching.epoch_plan`. The loss states it.
+        batching: what must lie in one batch; see `batching.plan_batches`. The loss states it.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
         val: problems for validation, likewise.
         test: problems for `test`, and for the figures before and after training, likewise.
@@ -235,8 +240,7 @@ class TrajectoryDataModule(LightningDataModule):
     def setup(self, stage: str):
         """Check every file that a stage reads before anything is written. All ranks raise the first
         InputError."""
-        self.few_problems = bool(self.trainer and self.trainer.fast_dev_run)
-        self.job = cache(self._job)
+        self.job = cache(self._job)  # of this setup; a decorated method would keep the module alive
         with same_error_on_all_ranks():
             if getattr(self, NEEDED[stage]) is None:
                 raise InputError(f"data.{NEEDED[stage]} is not set; {stage} needs it")
@@ -251,6 +255,8 @@ class TrajectoryDataModule(LightningDataModule):
 
     def _setup_training(self):
         """Read the training set, plan the first epoch, and say what the data are like."""
+        if self.trainer and self.trainer.lightning_module.loss.batching == "pairs" != self.batching:
+            raise InputError('this loss needs pairs: give the data module batching="pairs"')
         self.data = read_training_set(
             self.train or [], self.policy, longest=self.microbatch_tokens // self.unit
         )
@@ -275,13 +281,15 @@ class TrajectoryDataModule(LightningDataModule):
         if self.trainer and self.trainer.overfit_batches:
             epoch = 0
         data = self.data
-        rng = np.random.default_rng([self.seed, epoch, 1])
+        rng = np.random.default_rng([self.seed, epoch, 1])  # 1: not the one of the batches
         advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)
         if advantage.shape != data.reward.shape or not np.isfinite(advantage).all():
             name = type(self.advantage).__name__
             raise InputError(f"data.advantage: {name} must return a finite number per trajectory")
         positive = advantage >= 0
-        batches = epoch_plan(data.group, positive, self.batch_size, self.batching, self.seed, epoch)
+        batches = plan_batches(
+            data.group, positive, self.batch_size, self.batching, self.seed, epoch
+        )
         return EpochPlan(batches, advantage)
 
     def train_dataloader(self) -> UpdateLoader:
@@ -289,7 +297,7 @@ class TrajectoryDataModule(LightningDataModule):
         epoch, padded = 0, False
         if self.trainer is not None:
             epoch = self.trainer.current_epoch
-            # it decides how many trajectories fit into a row
+            # it decides how many trajectories fit into a row; Lightning has loaded it by now
             padded = self.trainer.lightning_module.policy.padded
         return UpdateLoader(self, epoch, padded)
 
@@ -304,7 +312,7 @@ class TrajectoryDataModule(LightningDataModule):
         precision = str(self.trainer.precision) if self.trainer else "32-true"
         try:
             problems = self.task.problems(source)
-            if self.few_problems:
+            if self.trainer and self.trainer.fast_dev_run:
                 problems = problems[:2]
                 samples = 2
             return SamplingJob(

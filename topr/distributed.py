@@ -24,7 +24,7 @@ class Preempted(SystemExit):
     code = 128 + signal.SIGTERM
 
 
-def end_with_parent():
+def end_rank_with_launcher():
     """End a rank together with the process that started it, even by SIGKILL; files it has written
     are complete."""
     if os.environ.get("LOCAL_RANK", "0") != "0":

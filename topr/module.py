@@ -23,7 +23,14 @@ from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
 from topr.sampling.base import Sampler
 from topr.settings import save_hyperparameters
-from topr.statistics import Rows, check_finite, check_start, columns_of, gather_columns, statistics
+from topr.statistics import (
+    Columns,
+    check_finite,
+    check_start,
+    columns_of,
+    gather_columns,
+    statistics,
+)
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
 
@@ -76,7 +83,7 @@ class PolicyModule(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
-        self.max_abs_log_ratio: float | None = None  # before the first update
+        self.max_abs_log_ratio: float | None = None  # of the first batch; None: no update yet
         self.validated: tuple[int, dict] = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
         self.limits: tuple[int | None, int] = (None, -1)  # max_epochs and max_steps
@@ -84,7 +91,8 @@ class PolicyModule(LightningModule):
             torch.set_num_threads(threads)
 
     def configure_callbacks(self) -> list[Callback]:
-        """The writer of predictions; Lightning asks for it before it looks at the trainer."""
+        """Check the trainer, here because Lightning asks for callbacks before its own, less clear
+        checks; add the writer of predictions."""
         from topr.callbacks.predictions import PredictionWriter
 
         check_trainer(self.trainer)
@@ -115,7 +123,7 @@ class PolicyModule(LightningModule):
             torch.set_float32_matmul_precision("high")
 
     def prepare(self, policy: Policy):
-        """Add adapters and activation checkpointing."""
+        """Add adapters and activation checkpointing, before sharding wraps the layers."""
         if self.lora is not None:
             from topr.policy.lora import add_adapters
 
@@ -134,15 +142,15 @@ class PolicyModule(LightningModule):
                 return optimizer
             return [optimizer], [self.lr_scheduler(optimizer)]
 
-    def training_step(self, update: Update, batch_idx) -> dict[str, Rows]:
-        """One update. Returns the rows of `topr.statistics`, for callbacks."""
+    def training_step(self, update: Update, batch_idx) -> dict[str, Columns]:
+        """One update. Returns the columns of `topr.statistics`, for callbacks."""
         optimizer: Any = self.optimizers()
-        columns = []
+        parts = []
         for number, part in enumerate(update.micro_batches):  # equally many on every rank
             last = number + 1 == len(update.micro_batches)
             with nullcontext() if last else self.no_reduction():
                 log_probs_N = self.policy.log_probs(part.tokens)
-                log_probs_N.retain_grad()  # for the share of positives in it
+                log_probs_N.retain_grad()  # statistics: the positives' share of the gradient
                 output = self.loss(
                     log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
                 )
@@ -151,44 +159,45 @@ class PolicyModule(LightningModule):
                 scale_B = part.real_B * (self.trainer.world_size / update.trajectories)
                 self.manual_backward((output.loss_B * scale_B).sum())
             assert log_probs_N.grad is not None
-            columns.append(columns_of(part, output, log_probs_N.grad))
-        rows = gather_columns(columns)
+            parts.append(columns_of(part, output, log_probs_N.grad))
+        columns = gather_columns(parts)
         largest = torch.inf if self.gradient_clip_val is None else self.gradient_clip_val
         total = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # unclipped
-        self.check_update(rows, norm)
+        self.check_update(columns, norm)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-        self.log_update(rows, {"gradient/norm": norm, "train/lr": rate})
-        return {"rows": rows}
+        self.log_update(columns, {"gradient/norm": norm, "train/lr": rate})
+        return {"columns": columns}
 
     def no_reduction(self) -> AbstractContextManager:
-        """Add up the gradients of micro-batches on each rank: DDP reduces them with the last one,
-        in its backward, as `manual_backward` prepares it. FSDP2 reduces each time, because whole
+        """Add up the gradients of micro-batches on each rank. DDP reduces in the last backward,
+        what the earlier ones left in `grad` included. FSDP2 reduces each time, because whole
         gradients would take the memory that it saves."""
         model = self.trainer.strategy.model
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def check_update(self, rows: Rows, norm: float):
-        """End the run before an update that would do harm; see `topr.statistics`."""
+    def check_update(self, columns: Columns, norm: float):
+        """End the run before an update that would do harm; before the first one, compare log pi
+        with log mu. See `topr.statistics`."""
         data = getattr(self.trainer.train_dataloader, "data", None)
-        check_finite(rows, norm, self.global_step + 1, data)
+        check_finite(columns, norm, self.global_step + 1, data)
         if self.max_abs_log_ratio is None:
-            self.max_abs_log_ratio = float(np.abs(rows["log_ratio"]).max())
-            check_start(rows, str(self.trainer.precision), data)
+            self.max_abs_log_ratio = float(np.abs(columns["log_ratio"]).max())
+            check_start(columns, str(self.trainer.precision), data)
 
-    def log_update(self, rows: Rows, more: dict[str, float]):
+    def log_update(self, columns: Columns, more: dict[str, float]):
         """Log the figures of an update, which are the same on all ranks."""
-        figures = statistics(rows) | more
+        figures = statistics(columns) | more
         for name, value in figures.items():  # for callbacks
             self.log(name, value, logger=False, prog_bar=name == "train/loss")
-        self.write_update(figures)
+        self.log_at_update(figures)
 
-    def write_update(self, figures: dict[str, float]):
+    def log_at_update(self, figures: dict[str, float]):
         """Write figures of the last update at its number, from 0. At once: Lightning would write
         them after a checkpoint of this update, and a run killed in between would lack them."""
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -197,7 +206,8 @@ class PolicyModule(LightningModule):
                 logger.log_metrics(figures, self.global_step - 1)
 
     def validation_step(self, batch: ProblemBatch, batch_idx):
-        """Sample, grade and log responses to this rank's problems; returns their trajectories."""
+        """Sample and grade responses to this rank's problems; log the metrics of all ranks.
+        Returns the trajectories, for callbacks."""
         return {"trajectories": self.evaluate("val", batch)}
 
     def test_step(self, batch: ProblemBatch, batch_idx):
@@ -220,14 +230,14 @@ class PolicyModule(LightningModule):
         found = figures(split, summarise(batch, trajectories))
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
-            # Lightning prints what goes to loggers, be there any or not
+            # equal on all ranks; logger=True makes Lightning print the table
             self.log_dict(found, logger=not fitting, batch_size=1)
         # Lightning checks the sanity of some resumed runs, too
         if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):
-            self.write_figures(found)
+            self.log_validation(found)
         return trajectories
 
-    def write_figures(self, figures: dict[str, float]):
+    def log_validation(self, figures: dict[str, float]):
         self.validated = (self.global_step, figures)
         for logger in self.loggers:
             logger.log_metrics(figures, self.global_step)
@@ -246,7 +256,7 @@ class PolicyModule(LightningModule):
         loop.max_epochs, loop.epoch_loop.max_steps = self.limits
         # loggers drop what was logged at the checkpoint's number of updates, or after it
         if self.validated[0] == self.global_step > 0:
-            self.write_figures(self.validated[1])
+            self.log_validation(self.validated[1])
         if self.validation_due:  # Lightning would not make up for it
             self.validation_due = False
             validation = loop.epoch_loop.val_loop
@@ -257,7 +267,7 @@ class PolicyModule(LightningModule):
             self.trainer.training = True
 
     def on_save_checkpoint(self, checkpoint):
-        for logger in self.loggers:
+        for logger in self.loggers:  # or a run killed after this would lack earlier figures
             logger.save()
         loop: Any = self.trainer.fit_loop
         due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
@@ -266,7 +276,7 @@ class PolicyModule(LightningModule):
             "validation_due": bool(due and self.validated[0] < self.global_step),
             "max_abs_log_ratio": self.max_abs_log_ratio,
         }
-        # a sharded checkpoint is read back by the whole model
+        # reading a sharded checkpoint needs every weight of the model
         if self.lora is not None and self.device_mesh is None:
             weights = checkpoint["state_dict"]
             trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
@@ -277,12 +287,11 @@ class PolicyModule(LightningModule):
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
-        if "loops" in checkpoint:  # not with save_weights_only
-            # Lightning counts a batch as completed after its checkpoint, and loses count of epochs
-            # when it resumes a checkpoint of an epoch's last batch
-            for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
-                if isinstance(counts, dict):
-                    counts["completed"] = counts["processed"]
+        # Lightning counts a batch as completed after its checkpoint, and loses count of epochs when
+        # it resumes a checkpoint of an epoch's last batch
+        for counts in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+            if isinstance(counts, dict):
+                counts["completed"] = counts["processed"]
 
 
 def check_trainer(trainer):

@@ -53,8 +53,8 @@ class Run:
         return self.root / f"version_{self.version}"
 
     def resume(self) -> Path | None:
-        """Become the run of the newest complete checkpoint of this name, and return it. Without
-        one, a run that was killed before its first checkpoint starts again in its own folder."""
+        """Find the newest complete checkpoint of this name, and take over version and updates of
+        its run. Without one, the newest run that did not end starts again in its own folder."""
         checkpoint, self.updates = newest(self.root)
         if checkpoint is not None:
             self.version = number_of(checkpoint.parent.parent)
@@ -64,7 +64,7 @@ class Run:
                 self.version = version
         return None
 
-    def hand_out(self, trainer):
+    def direct_loggers(self, trainer):
         """Make every logger of a trainer's configuration write to this folder."""
         trainer.default_root_dir = str(self.folder)
         for logger in loggers_of(trainer):
@@ -83,7 +83,7 @@ class Run:
                 for earlier in self.folder.glob("wandb/*run-*"):
                     arguments.version = wandb_id(earlier)
 
-    def keep_rows(self, loggers: list[Any]):
+    def keep_csv_rows(self, loggers: list[Any]):
         """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
         file."""
         for logger in loggers:
@@ -121,6 +121,7 @@ def new_run(config) -> Run:
         if logger.init_args.get("name") not in UNNAMED:
             name = logger.init_args.name
     overlays = [path.stem for path in files if path.parent.name == "loss"]
+    # the configuration cannot tell where a name comes from
     if overlays and not re.search(r"\.logger\.(init_args\.)?name\b", str(sys.argv)):
         name = f"{name}-{overlays[-1]}"
     check_folder("trainer.logger.init_args.save_dir", save_dir)

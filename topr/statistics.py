@@ -1,6 +1,6 @@
 """What an update did to each of its trajectories: gathered over ranks, checked and summarised.
 
-Rows are float64 columns (float32 would round row numbers) of B trajectories.
+All columns are float64 (float32 would round row numbers), with a value for each trajectory.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from topr.losses.base import LossOutput, sum_tokens
 MAX_LOG_RATIO = 1e-2
 # likewise per token, where either precision is bfloat16
 MEDIAN_TOKEN_LOG_RATIO = 2e-2
-Rows = dict[str, np.ndarray]
+Columns = dict[str, np.ndarray]
 
 
 def columns_of(part: MicroBatch, output: LossOutput, gradient_N: Tensor) -> dict[str, Tensor]:
@@ -44,22 +44,22 @@ def columns_of(part: MicroBatch, output: LossOutput, gradient_N: Tensor) -> dict
     }
 
 
-def gather_columns(parts: list[dict[str, Tensor]]) -> Rows:
+def gather_columns(parts: list[dict[str, Tensor]]) -> Columns:
     """The columns of all micro-batches and ranks, without fillers, in the order of the data."""
     names = list(parts[0])
     stacked = [torch.stack([part[name].double() for name in names]) for part in parts]
     values = torch.cat(stacked, dim=1).cpu().numpy()  # one transfer from the device
     values = np.concatenate(gather(values), axis=1)
-    rows = dict(zip(names, values, strict=True))
-    order = np.argsort(rows["trajectory"], kind="stable")
-    order = order[rows["real"][order] > 0]
-    found = {name: column[order] for name, column in rows.items()}
+    columns = dict(zip(names, values, strict=True))
+    order = np.argsort(columns["trajectory"], kind="stable")
+    order = order[columns["real"][order] > 0]
+    found = {name: column[order] for name, column in columns.items()}
     for name in ("trajectory", "group"):
         found[name] = found[name].astype(int)
     return found
 
 
-def check_finite(rows: Rows, norm: float, update: int, data):
+def check_finite(columns: Columns, norm: float, update: int, data):
     """Raise an InputError before an update of NaN or infinite numbers: weights and checkpoints
     stay as they were.
 
@@ -68,13 +68,13 @@ def check_finite(rows: Rows, norm: float, update: int, data):
         data: the `TrainingSet`, which knows where trajectories come from, if there is one.
     """
     checked = {
-        "log-prob": rows["log_ratio"],
-        "loss": rows["loss"],
-        "gradient": rows["gradient"],
-        "gradient of the weights": np.full(len(rows["loss"]), norm),
+        "log-prob": columns["log_ratio"],
+        "loss": columns["loss"],
+        "gradient": columns["gradient"],
+        "gradient of the weights": np.full(len(columns["loss"]), norm),
     }
     for name, values in checked.items():
-        bad = rows["trajectory"][~np.isfinite(values)]
+        bad = columns["trajectory"][~np.isfinite(values)]
         if len(bad) == 0:
             continue
         where = "" if data is None else f", first {data.place(bad[0])}"
@@ -86,7 +86,7 @@ def check_finite(rows: Rows, norm: float, update: int, data):
             )
 
 
-def check_start(rows: Rows, precision: str, data):
+def check_start(columns: Columns, precision: str, data):
     """Before the first update log pi must equal log mu where a file says that this very policy
     sampled it; of another policy, the distribution of h is reported.
 
@@ -96,20 +96,20 @@ def check_start(rows: Rows, precision: str, data):
     """
     if data is None:
         return
-    own = data.sampled_by_policy(rows["trajectory"])
+    own = data.sampled_by_policy(columns["trajectory"])
     if not own.all():
-        low, middle, high = np.quantile(rows["log_ratio"][~own], [0, 0.5, 1])
+        low, middle, high = np.quantile(columns["log_ratio"][~own], [0, 0.5, 1])
         rank_zero_info(
             f"another or an unknown policy sampled {(~own).mean():.0%} of the first batch; "
             f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
         )
     if not own.any():
         return
-    trajectory = rows["trajectory"][own]
-    size = np.abs(rows["log_ratio"][own])
+    trajectory = columns["trajectory"][own]
+    size = np.abs(columns["log_ratio"][own])
     found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
     if precision != "32-true" or not data.in_float32:
-        size = size / rows["length"][own]
+        size = size / columns["length"][own]
         found, bound, measure = (
             np.median(size),
             MEDIAN_TOKEN_LOG_RATIO,
@@ -126,35 +126,35 @@ def check_start(rows: Rows, precision: str, data):
         )
 
 
-def statistics(rows: Rows) -> dict[str, float]:
+def statistics(columns: Columns) -> dict[str, float]:
     """What is logged of one update; `callbacks/README.md` explains each name. NaN stands for what a
     batch without positives, or without negatives, does not have."""
-    advantage = rows["advantage"]
-    weight = rows["weight"]
+    advantage = columns["advantage"]
+    weight = columns["weight"]
     positive = advantage >= 0
-    gradient = rows["gradient"]
+    gradient = columns["gradient"]
     squares = (weight**2).sum() * len(weight)
     found = {
-        "train/loss": rows["loss"].mean(),
-        "train/objective": rows["objective"].mean(),
-        "train/reward": rows["reward"].mean(),
+        "train/loss": columns["loss"].mean(),
+        "train/objective": columns["objective"].mean(),
+        "train/reward": columns["reward"].mean(),
         "train/positive_share": positive.mean(),
         "train/effective_positive_share": positive_share_of(advantage),
-        "train/groups_without_signal": groups_without_signal(advantage, rows["group"]),
+        "train/groups_without_signal": groups_without_signal(advantage, columns["group"]),
         "weight/effective_sample_size": weight.sum() ** 2 / max(squares, 1e-12),
         "weight/negatives_below_0.01": mean(weight[~positive] < 0.01),
         "gradient/positive_share": gradient[positive].sum() / max(gradient.sum(), 1e-300),
     }
     for sign, chosen in (("positives", positive), ("negatives", ~positive)):
-        log_ratio = rows["log_ratio"][chosen]
+        log_ratio = columns["log_ratio"][chosen]
         if len(log_ratio) == 0:
             log_ratio = np.array([np.nan])
         found |= {
             f"log_ratio/{sign}_mean": log_ratio.mean(),
             f"log_ratio/{sign}_min": log_ratio.min(),
             f"log_ratio/{sign}_max": log_ratio.max(),
-            f"drift/{sign}": mean((rows["log_ratio"] / rows["length"])[chosen]),
-            f"weight/{sign}_truncated": mean(rows["truncated"][chosen]),
+            f"drift/{sign}": mean((columns["log_ratio"] / columns["length"])[chosen]),
+            f"weight/{sign}_truncated": mean(columns["truncated"][chosen]),
         }
     return {name: float(value) for name, value in found.items()}
 

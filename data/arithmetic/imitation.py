@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from topr.batching import pack
 from topr.policy import Policy
-from topr.policy.model import check_forward
+from topr.policy.model import choose_forward
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 
@@ -46,7 +46,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
         eos_token_id=tokenizer.eos_token_id,
     )
     policy = Policy(LlamaForCausalLM(config), tokenizer, "arithmetic")
-    check_forward(policy)  # it shares prompts, as a policy that is loaded does
+    choose_forward(policy)  # it shares prompts, as a policy that is loaded does
     return policy
 
 

@@ -30,8 +30,8 @@ class TensorBoardExtras(Callback):
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
-        log_ratio = outputs["rows"]["log_ratio"]
-        positive = outputs["rows"]["advantage"] >= 0
+        log_ratio = outputs["columns"]["log_ratio"]
+        positive = outputs["columns"]["advantage"] >= 0
         signs = {"positives": log_ratio[positive], "negatives": log_ratio[~positive]}
         for board in self.boards(trainer):
             for sign, values in signs.items():

@@ -15,14 +15,7 @@ class PredictionWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
 
     def write_on_batch_end(
-        self,
-        trainer,
-        pl_module,
-        prediction,
-        batch_indices,
-        batch: ProblemBatch,
-        batch_idx,
-        dataloader_idx,
+        self, trainer, pl_module, prediction, batch_indices, batch: ProblemBatch, *_
     ):
         if batch.path is not None and prediction and not trainer.fast_dev_run:
             write_trajectories(batch.path, prediction, batch.job.metadata)

@@ -15,7 +15,7 @@ class Speed(Callback):
     during validation."""
 
     def __init__(self):
-        self.total = {"tokens": 0.0, "seconds": 0.0}  # of all ranks, since the run began
+        self.total = {"tokens": 0.0, "seconds": 0.0}  # of all ranks, estimated from this one
 
     def state_dict(self) -> dict:
         return self.total
@@ -25,7 +25,7 @@ class Speed(Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole run and all ranks."""
+        """Over the whole run and all ranks, estimated from this rank's share."""
         return self.total["tokens"] / max(self.total["seconds"], 1e-9)
 
     def start(self, trainer, pl_module):
@@ -50,7 +50,7 @@ class Speed(Callback):
             "speed/computed_share": computed / max(nominal, 1),
             "speed/peak_memory_gb": peak_memory(pl_module.device) / 1e9,
         }
-        pl_module.write_update(figures)
+        pl_module.log_at_update(figures)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,10 +1,10 @@
 """What every loss is: a function of log-probs, lengths and advantages that returns one loss for
 each trajectory.
 
-Shapes: B trajectories, T response tokens of one trajectory, N response tokens of all B laid end to
-end. Symbols: mu sampled the trajectory, pi is trained. h = log pi(y|x) - log mu(y|x) is a SUM over
-the response tokens, and e^h the ratio pi/mu. A is the advantage: positives have A >= 0, negatives
-A < 0.
+Shapes: B trajectories, T sampled tokens of one trajectory, N sampled tokens of all B laid end to
+end; those of users and tools within a response do not count. Symbols: mu sampled the trajectory, pi
+is trained. h = log pi(y|x) - log mu(y|x) is a SUM over the sampled tokens, and e^h the ratio pi/mu.
+A is the advantage: positives have A >= 0, negatives A < 0.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """Log-probs of sampled tokens: hidden states of padded rows, and the output projection in chunks.
 
 Shapes: N sampled tokens laid end to end, C of them in a chunk, L tokens of a row, B trajectories,
-T tokens of one response, D hidden, V vocabulary.
+D hidden, V vocabulary.
 """
 
 from itertools import pairwise
@@ -116,8 +116,8 @@ def padded_hidden_states(model, tokens: Tokens) -> Tensor:
     input_ids_BL = tokens.input_ids_L[place_BL.to(device, non_blocking=True)]
     hidden_BLD = model.get_decoder()(input_ids_BL, use_cache=False).last_hidden_state
     columns = place_BL.shape[1]
-    position_N = np.concatenate(
-        [row * columns + predicting for row, predicting in enumerate(tokens.predicting)]
-    )
-    positions = from_numpy(position_N).to(device, non_blocking=True)
+    position_N = []
+    for row, (_, _, first, last) in enumerate(tokens.trajectories):
+        position_N.append(row * columns + last - first - 1 + tokens.sampled[row])
+    positions = from_numpy(np.concatenate(position_N)).to(device, non_blocking=True)
     return hidden_BLD.flatten(0, 1).index_select(0, positions)

@@ -114,7 +114,7 @@ def load_policy(name: str) -> Policy:
         raise InputError(f"policy {name!r} lacks the weights {names}; export or download it again")
     policy = Policy(model, tokenizer, name)
     check_weights(policy)
-    check_forward(policy)
+    choose_forward(policy)
     return policy
 
 
@@ -151,7 +151,7 @@ def check_weights(policy: Policy):
 
 
 @torch.no_grad()
-def check_forward(policy: Policy, bound: float = 1e-3):
+def choose_forward(policy: Policy, bound: float = 1e-3):
     """Share prompts if the model allows it.
 
     Raises:

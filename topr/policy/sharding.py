@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from topr.io import explained
 from topr.policy.files import resolve_policy
-from topr.policy.model import Policy, check_forward, check_weights, empty_policy
+from topr.policy.model import Policy, check_weights, choose_forward, empty_policy
 
 
 def load_sharded(
@@ -42,7 +42,7 @@ def load_sharded(
     check_weights(policy)
     with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
         # the model's own logits are rounded to bfloat16
-        check_forward(policy, 0.3 if bfloat16 else 1e-3)
+        choose_forward(policy, 0.3 if bfloat16 else 1e-3)
     policy.reshard()  # the root, which otherwise waits for a backward
     return policy
 

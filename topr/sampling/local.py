@@ -44,8 +44,8 @@ class LocalSampler(Sampler):
             fit into a GPU's memory.
     """
 
-    def __init__(self, rows: PositiveInt = 512):
-        self.rows = rows
+    def __init__(self, rows: PositiveInt | None = None):
+        self.rows = rows or 512
 
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:

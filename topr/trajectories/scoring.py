@@ -32,7 +32,7 @@ def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tok
         log_probs_N = policy.log_probs(tokens.to(policy.device)).float().cpu()
         # the log-prob of a certain token can round to above 0
         scores = log_probs_N.clamp(max=0).split(tokens.length_B.tolist())
-        for t, places, log_probs_T in zip(chosen, tokens.predicting, scores, strict=True):
+        for t, places, log_probs_T in zip(chosen, tokens.sampled, scores, strict=True):
             ref_logprobs = np.zeros(len(t.response_ids))
-            ref_logprobs[places - len(t.prompt_ids) + 1] = log_probs_T
+            ref_logprobs[places] = log_probs_T
             t.ref_logprobs = ref_logprobs.tolist()
