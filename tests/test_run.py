@@ -124,7 +124,7 @@ def test_a_plain_lightning_trainer_frees_the_policy(setting):
 
 def test_the_readme_s_lines_of_python_train_the_embedded_task(run):
     readme = (ROOT / "README.md").read_text()
-    snippet = re.search(r"```python\n(# from a notebook.*?)```", readme, re.DOTALL)[1]
+    snippet = re.search(r"```python\n(from functools.*?)```", readme, re.DOTALL)[1]
     assert len([line for line in snippet.splitlines() if line]) <= 11
     snippet = snippet.replace("data/arithmetic/", f"{ROOT}/data/arithmetic/")
     trained: dict = {}
