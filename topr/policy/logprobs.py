@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from topr.batching import Tokens, seen_by
 
-POSITIONS = {"cpu": 350, "cuda": 2048}  # whose logits exist at once
+POSITIONS = {"cpu": 256, "cuda": 2048}  # whose logits exist at once
 FEW_LOGITS = 2**22  # so many exist in any case
 
 
