@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 
 from topr.commands import ArgumentParser, command
 from topr.distributed import end_rank_with_launcher, gather, rank
-from topr.evaluation.benchmarks import BENCHMARKS, find_benchmark
+from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import Row, write_report
@@ -143,7 +143,7 @@ class Evaluation:
             grade = job.task.grade_leniently(before(row.response, job.sampling.stop), row.gold)
             if grade is not None:
                 lenient.append(grade.reward > 0)
-        if lenient:
+        if len(lenient) == len(responses):
             values["lenient"] = np.reshape(lenient, (-1, job.samples)).mean(axis=1)
         return values
 
@@ -168,7 +168,7 @@ def main():
     end_rank_with_launcher()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    known = f"{', '.join(BENCHMARKS)}, or a task's class path; FILE: its problems"
+    known = "a benchmark or a task's class path; FILE: its problems"
     parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
     parser.add_argument(
         "--k", nargs="+", type=PositiveInt, default=[], help="of pass@k; default: the samples"

@@ -94,7 +94,7 @@ class CLI(LightningCLI):
             config.trainer.logger = False
             return
         self.yaml = self._parser("fit").dump(config, skip_none=False)
-        if config.ckpt_path:  # a checkpoint given by its path starts a new run, with any settings
+        if config.ckpt_path:  # `last`; a checkpoint given by its path begins a new run
             run.check_unchanged(self.yaml)
         run.direct_loggers(config.trainer)
         self.run = run
@@ -181,6 +181,8 @@ def quieten():
         "gradient_checkpointing",  # between peft and transformers
         "exists and is not empty",  # a run that is resumed
         "across ranks is zero",  # without data.val
+        "sync_dist",  # figures are equal on all ranks
+        "infer the batch indices",  # a batch knows its problems
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print
         "no pre-optimization state",  # checkpoints hold the weights after an update

@@ -302,7 +302,8 @@ class Gradients(Callback):
 def test_an_update_leaves_no_gradient_for_the_next_one(shifted):
     policy, data, _ = shifted
     gradients = Gradients()
-    trainer = Trainer(accelerator="cpu", max_steps=3, logger=False, callbacks=[gradients])
+    quiet = {"logger": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", max_steps=3, callbacks=[gradients], **quiet)
     settings = {"train": str(data), "batch_size": 4}
     trainer.fit(plain_module(policy), TrajectoryDataModule(str(policy), Arithmetic(), **settings))
     assert len(gradients.left) > 3 and set(gradients.left) == {None}

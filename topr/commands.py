@@ -27,6 +27,7 @@ class OneSentenceErrors:
         sentence = " ".join(str(message).replace(self.hint, "").split())
         # jsonargparse lists every type that it tried; the first says enough
         sentence = re.sub(r"- Expected a path but .*? - ", "", sentence)
+        sentence = re.sub(r"<class '(\w+)'>", r"\1", sentence)
         sentence = re.sub(r"Does not validate .*? Errors: - (.*?) - .*", r"\1", sentence)
         raise InputError(sentence + self.hint) from ex
 
@@ -43,6 +44,8 @@ def command() -> Iterator[None]:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(143) from None
     except InputError as error:
         message = str(error)
     except OSError as error:

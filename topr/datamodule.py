@@ -134,10 +134,10 @@ class UpdateLoader:
                 "set Trainer(reload_dataloaders_every_n_epochs=1)",
             )
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         return {"epoch": self.epoch, "updates": self.taken}
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state):
         self.epoch = state["epoch"]
         self.start = state["updates"]
 
@@ -312,14 +312,14 @@ class TrajectoryDataModule(LightningDataModule):
         precision = str(self.trainer.precision) if self.trainer else "32-true"
         try:
             problems = self.task.problems(source)
-            if self.trainer and self.trainer.fast_dev_run:
-                problems = problems[:2]
-                samples = 2
-            return SamplingJob(
-                self.policy, self.task, problems, samples, self.sampling, self.seed, precision
-            )
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
+        if self.trainer and self.trainer.fast_dev_run:
+            problems = problems[:2]
+            samples = 2
+        return SamplingJob(
+            self.policy, self.task, problems, samples, self.sampling, self.seed, precision
+        )
 
     def problem_batch(self, split: str) -> ProblemBatch:
         """All problems of this rank at once: the sampler refills its rows from them. Perhaps none,

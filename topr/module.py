@@ -84,9 +84,9 @@ class PolicyModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # of the first batch; None: no update yet
-        self.validated: tuple[int, dict] = (-1, {})  # number of updates, figures
+        self.validated: tuple = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
-        self.limits: tuple[int | None, int] = (None, -1)  # max_epochs and max_steps
+        self.limits: tuple = (None, -1)  # max_epochs and max_steps
         if threads is not None:
             torch.set_num_threads(threads)
 

@@ -5,7 +5,6 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jsonargparse import dict_to_namespace
@@ -83,7 +82,7 @@ class Run:
                 for earlier in self.folder.glob("wandb/*run-*"):
                     arguments.version = wandb_id(earlier)
 
-    def keep_csv_rows(self, loggers: list[Any]):
+    def keep_csv_rows(self, loggers):
         """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
         file."""
         for logger in loggers:
@@ -129,7 +128,7 @@ def new_run(config) -> Run:
     return Run(root, max(versions(root), default=-1) + 1)
 
 
-def loggers_of(trainer) -> list[Any]:
+def loggers_of(trainer):
     """The configurations of a trainer's loggers."""
     found = trainer.get("logger") or []
     if found is True:  # Lightning's default, whose folder is that of the trainer

@@ -22,7 +22,7 @@ from topr.commands import ArgumentParser, command
 from topr.evaluation.report import draw, table
 from topr.io import InputError, check_folder, lock, write_text
 
-SETTINGS: dict = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
+SETTINGS = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
 Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 

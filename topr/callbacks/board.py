@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 import yaml
 from lightning.pytorch import Callback
@@ -16,7 +15,7 @@ RESPONSES = 8  # shown at each validation
 class TensorBoardExtras(Callback):
     """Needs a TensorBoardLogger; without one it does nothing."""
 
-    def boards(self, trainer) -> list[Any]:
+    def boards(self, trainer):
         """TensorBoard's writers; those of ranks beside 0 write nothing."""
         return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 

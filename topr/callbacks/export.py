@@ -23,7 +23,6 @@ library_name: transformers
 # {policy}, trained with {loss} ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286))
 
 {figures}
-{units}
 """
 
 
@@ -34,7 +33,7 @@ class ExportPolicy(Callback):
     def __init__(self):
         self.measured: dict[str, Row] = {}  # before and after; empty without data.test
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         return self.measured
 
     def load_state_dict(self, state_dict):
@@ -69,8 +68,7 @@ class ExportPolicy(Callback):
         card = CARD.format(
             policy=pl_module.policy_name,
             loss=type(pl_module.loss).__name__,
-            figures=table(self.measured),
-            units=UNITS,
+            figures=f"{table(self.measured)}\n{UNITS}" if self.measured else "",
         )
         write_text(folder / "policy" / "README.md", card)
         summary = summarise(trainer, pl_module, self.measured)

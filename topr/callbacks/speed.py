@@ -17,7 +17,7 @@ class Speed(Callback):
     def __init__(self):
         self.total = {"tokens": 0.0, "seconds": 0.0}  # of all ranks, estimated from this one
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         return self.total
 
     def load_state_dict(self, state_dict):

@@ -76,7 +76,7 @@ class SamplingJob:
                 found = read_metadata(path)
                 if found | self.metadata != found:
                     raise InputError(
-                        f"{path} holds trajectories of another policy, task or problems",
+                        f"{path} holds trajectories of another policy, task, sampling or problems",
                         "name another folder",
                     )
         missing = []

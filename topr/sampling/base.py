@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jsonargparse.typing import (
+    ClosedUnitInterval,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     restricted_string_type,
 )
@@ -34,7 +34,7 @@ class Sampling:
 
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 500
-    top_p: PositiveFloat = 1.0
+    top_p: ClosedUnitInterval = 1.0
     max_new_tokens: PositiveInt = 512
     stop: list[Stop] = field(default_factory=list)
 

@@ -99,7 +99,7 @@ class Rows:
         self.is_end = end_of_response(policy, sampling)
         # The longest first: the columns before the cursor then have room for every later prompt.
         self.queue = sorted(groups, key=lambda group: len(group[0].prompt), reverse=True)
-        self.waiting: list[tuple[int, Draft]] = []  # with their prompts' places in prompt_states
+        self.waiting: list = []  # with their prompts' places in prompt_states
         self.most = min(most, sum(map(len, groups)))
         free = Draft(prompt=[], draws=iter([]), ids=[0], ended=True)
         self.drafts = [free]  # of each row; a row is free when its draft has ended
@@ -253,7 +253,7 @@ def sample_tokens(logits_RV: Tensor, draw_R: Tensor, sampling: Sampling) -> Tens
     share_RV = scores_RV.softmax(-1)
     if sampling.top_p < 1:
         likelier_RV = share_RV.cumsum(-1) - share_RV
-        share_RV = share_RV.masked_fill(likelier_RV >= sampling.top_p, 0.0)
+        share_RV = share_RV.masked_fill(likelier_RV > sampling.top_p, 0.0)
     sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
     choice_R1 = torch.searchsorted(sum_RV, draw_R[:, None] * sum_RV[:, -1:], right=True)
     if likeliest_first:

@@ -61,7 +61,7 @@ def import_files(
         for number, row in enumerate(load_rows(file, {}), start=1):
             try:
                 trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
-            except Exception as error:  # a row may hold anything
+            except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
                 raise InputError(
                     f"{file}, row {number} cannot be imported ({first_line(error)}); "
                     "README.md lists the formats"
