@@ -102,7 +102,7 @@ MOMENTS = {
     "pairs": (["--config", ROOT / "configs" / "loss" / "dpo.yaml"], [("update", 3, STOP)]),
     "worker": (["--data.num_workers=1"], [("update", 4, STOP)]),
 }
-FAST = ["update", "behind a checkpoint"]
+FAST = ["update", "behind a checkpoint", "epochs", "test after"]
 
 
 @pytest.mark.parametrize(
