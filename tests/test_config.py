@@ -104,7 +104,7 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
     ),
     "no optimiser": (
         "--model.optimizer=torch.nn.Linear",
-        "to be a subclass of",
+        "subclass of Optimizer",
         "--model.optimizer=torch.optim.SGD",
     ),
     "a negative rate": (f"{RATE}=-1", "does not take its arguments", f"{RATE}=1"),

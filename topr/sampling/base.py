@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jsonargparse.typing import (
-    ClosedUnitInterval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    restricted_number_type,
     restricted_string_type,
 )
 
@@ -17,6 +17,7 @@ from topr.policy.model import Policy
 from topr.settings import Configurable
 
 Ids = list[int]
+TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
 Stop: Any = restricted_string_type("Stop", "(?s).+")
 
 
@@ -34,7 +35,7 @@ class Sampling:
 
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 500
-    top_p: ClosedUnitInterval = 1.0
+    top_p: TopP = 1.0
     max_new_tokens: PositiveInt = 512
     stop: list[Stop] = field(default_factory=list)
 

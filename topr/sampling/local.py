@@ -253,7 +253,7 @@ def sample_tokens(logits_RV: Tensor, draw_R: Tensor, sampling: Sampling) -> Tens
     share_RV = scores_RV.softmax(-1)
     if sampling.top_p < 1:
         likelier_RV = share_RV.cumsum(-1) - share_RV
-        share_RV = share_RV.masked_fill(likelier_RV > sampling.top_p, 0.0)
+        share_RV = share_RV.masked_fill(likelier_RV >= sampling.top_p, 0.0)
     sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
     choice_R1 = torch.searchsorted(sum_RV, draw_R[:, None] * sum_RV[:, -1:], right=True)
     if likeliest_first:
