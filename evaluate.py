@@ -18,7 +18,7 @@ from topr.distributed import end_rank_with_launcher, gather, rank
 from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
-from topr.evaluation.report import Row, write_report
+from topr.evaluation.report import write_report
 from topr.identity import content_hash
 from topr.io import InputError, check_folder
 from topr.policy import load_policy, load_tokenizer, own_device
@@ -66,7 +66,7 @@ class Evaluation:
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
-        results: dict[str, dict[str, Row]] = {}  # by policy and benchmark
+        results: dict[str, dict] = {}  # by policy and benchmark
         first = {}  # metrics of the first policy, by benchmark
         trajectories = []
         for (policy, name), job in jobs.items():

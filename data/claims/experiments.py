@@ -11,7 +11,6 @@ from topr.evaluation import per_problem, read_parts
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
-Rows = dict  # metrics of each row
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Experiment:
 
     def train(
         self, label: str, rate: float, arguments: str, curation: str, validate: bool = False
-    ) -> Rows:
+    ) -> dict:
         """Train the base policy and measure the end.
 
         Other rows are of the problems that the base policy finds hard or easy, and of validations.
@@ -78,7 +77,7 @@ class Experiment:
             rows[f"{label} at validation, end"] = end.mean().drop("maj")  # which others lack
         return rows
 
-    def iterate(self, label: str, rate: float, way: str, pool: int) -> Rows:
+    def iterate(self, label: str, rate: float, way: str, pool: int) -> dict:
         """Sample, curate and train four times (two to choose a rate) from the newest policy.
 
         Of a pool of responses to each problem it keeps 8. A row for every policy.
@@ -100,7 +99,7 @@ class Experiment:
             rows[label] = rows[f"{label} at iteration {i + 1}"] = values
         return rows
 
-    def verify(self, label: str, rate: float, **_) -> Rows:
+    def verify(self, label: str, rate: float, **_) -> dict:
         """Make a verifier of the base policy in supervised updates, and train it.
 
         It trains on two of its own critiques of each trajectory. Before and after it judges 8
@@ -113,7 +112,7 @@ class Experiment:
         run = self.run("fit", data=critiques, rate=rate, **given) / "fit/version_0"
         return self.judge("before", verifier) | self.judge("after", run / "policy")
 
-    def judge(self, label: str, verifier: Path) -> Rows:
+    def judge(self, label: str, verifier: Path) -> dict:
         """Accuracy and invalid critiques of a verifier, and votes that it weighs.
 
         For the accuracy, correct and incorrect solutions count as equally many.

@@ -42,8 +42,8 @@ class SamplingJob:
             if len(ids) + self.sampling.max_new_tokens > context:
                 raise InputError(
                     f"problem {problem.id!r}: {len(ids)} prompt tokens and max_new_tokens = "
-                    f"{self.sampling.max_new_tokens} exceed the policy's context of {context}; "
-                    "lower the latter"
+                    f"{self.sampling.max_new_tokens} exceed the policy's context of {context}",
+                    "lower the latter",
                 )
 
     @cached_property

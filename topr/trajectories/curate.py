@@ -82,7 +82,8 @@ def with_share(
     if not (0 < positives <= len(correct) and 0 < negatives <= len(incorrect)):
         raise InputError(
             f"{len(correct)} positives and {len(incorrect)} negatives are too few for a share of "
-            f"{share}; sample more, or take another share or total"
+            f"{share}",
+            "sample more, or take another share or total",
         )
     return np.sort(np.r_[correct[:positives], incorrect[:negatives]])
 

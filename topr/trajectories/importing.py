@@ -63,8 +63,8 @@ def import_files(
                 trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
             except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
                 raise InputError(
-                    f"{file}, row {number} cannot be imported ({first_line(error)}); "
-                    "README.md lists the formats"
+                    f"{file}, row {number} cannot be imported ({first_line(error)})",
+                    "README.md lists the formats",
                 ) from error
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
