@@ -284,9 +284,9 @@ def test_flash_attention_over_sequences_attends_as_the_row_does(monkeypatch, win
         torch.randn(1, heads, length, 8, dtype=torch.float64, requires_grad=True)
         for heads in (6, 3, 3)
     ]
-    query, key, value = given
     row, _ = attend(None, *given, None, scaling=0.3, sliding_window=window, spans=spans)
-    found = flash.attention(query[0] * 0.3, key[0], value[0], spans, window)[None]
+    rows = [tensor[0].transpose(0, 1) for tensor in given]
+    found = flash.attention(*rows, spans, window, 0.3)[None]
     torch.testing.assert_close(found, row, rtol=0, atol=1e-12)
     mine = gradients(found, given)
     torch.testing.assert_close(mine, gradients(row, given), rtol=0, atol=1e-12)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from topr.batching import Update
+from topr.batching import MicroBatch, Update
 from topr.datamodule import ProblemBatch
 from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
@@ -149,17 +149,7 @@ class PolicyModule(LightningModule):
         for number, part in enumerate(update.micro_batches):  # equally many on every rank
             last = number + 1 == len(update.micro_batches)
             with nullcontext() if last else self.no_reduction():
-                log_probs_N = self.policy.log_probs(part.tokens)
-                log_probs_N.retain_grad()  # statistics: the positives' share of the gradient
-                output = self.loss(
-                    log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
-                )
-                # The one place that reduces: the sum over trajectories is divided by their number
-                # in the whole update. The strategy averages over ranks, which is cancelled here.
-                scale_B = part.real_B * (self.trainer.world_size / update.trajectories)
-                self.manual_backward((output.loss_B * scale_B).sum())
-            assert log_probs_N.grad is not None
-            parts.append(columns_of(part, output, log_probs_N.grad))
+                parts.append(self.add_gradient(part, update.trajectories))
         columns = gather_columns(parts)
         largest = torch.inf if self.gradient_clip_val is None else self.gradient_clip_val
         total = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
@@ -173,6 +163,21 @@ class PolicyModule(LightningModule):
             scheduler.step()
         self.log_update(columns, {"gradient/norm": norm, "train/lr": rate})
         return {"columns": columns}
+
+    def add_gradient(self, part: MicroBatch, trajectories: int):
+        """Add the gradient of a micro-batch to that of its update, which has so many trajectories
+        over all ranks. Returns its columns; nothing else outlives the call."""
+        log_probs_N = self.policy.log_probs(part.tokens)
+        log_probs_N.retain_grad()  # statistics: the positives' share of the gradient
+        output = self.loss(
+            log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
+        )
+        # The one place that reduces: the sum over trajectories is divided by their number in the
+        # whole update. The strategy averages over ranks, which is cancelled here.
+        scale_B = part.real_B * (self.trainer.world_size / trajectories)
+        self.manual_backward((output.loss_B * scale_B).sum())
+        assert log_probs_N.grad is not None
+        return columns_of(part, output, log_probs_N.grad)
 
     def no_reduction(self) -> AbstractContextManager:
         """Add up the gradients of micro-batches on each rank. DDP reduces in the last backward,

@@ -22,25 +22,27 @@ def takes(query: Tensor) -> bool:
 
 
 def attention(
-    query_HLD: Tensor, key_GLD: Tensor, value_GLD: Tensor, spans: Spans, window: int | None
+    query_LHD: Tensor,
+    key_LGD: Tensor,
+    value_LGD: Tensor,
+    spans: Spans,
+    window: int | None,
+    scaling: float,
 ) -> Tensor:
     """Flash attention over sequences of any length, [L, H, D], in the precision of autocast.
 
     The keys and values of a prompt are copied for each of its responses.
     """
-    rows_S, *sequences = key_sequences(spans, query_HLD.device)
+    rows_S, *sequences = key_sequences(spans, query_LHD.device)
     attend: Any = varlen.varlen_attn
     # rotary embeddings leave float32
-    dtype = torch.get_autocast_dtype(query_HLD.device.type)
-    query_LHD = query_HLD.transpose(0, 1).to(dtype)
-    key_LGD = key_GLD.transpose(0, 1).to(dtype)
-    value_LGD = value_GLD.transpose(0, 1).to(dtype)
+    dtype = torch.get_autocast_dtype(query_LHD.device.type)
     return attend(
-        query_LHD.contiguous(),
-        key_LGD.index_select(0, rows_S),
-        value_LGD.index_select(0, rows_S),
+        query_LHD.to(dtype).contiguous(),
+        key_LGD.to(dtype).index_select(0, rows_S),
+        value_LGD.to(dtype).index_select(0, rows_S),
         *sequences,
-        scale=1,
+        scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
     )

@@ -4,8 +4,8 @@ Nothing is padded, and a prompt is computed once for all of its responses. Log-p
 are those of one forward for each trajectory. On a GPU in half precision the attention is torch's
 flash attention over sequences of any length (`flash.py`); otherwise it is `span_attention`.
 
-Shapes: L tokens of the row, H heads, G heads of keys and values, D of a head; N spans of a bucket,
-R queries of a span, K keys of a span.
+Shapes: L tokens of the row, H heads, G heads of keys and values, X either, D of a head; N spans of
+a bucket, R queries of a span, K keys of a span.
 """
 
 import warnings
@@ -124,52 +124,57 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     if softcap is not None:
         raise NotImplementedError("attention with a soft cap")
-    rows = (query[0] * scaling, key[0], value[0])
+    rows_LXD = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         from topr.policy import flash
 
         if flash.takes(query):
-            return flash.attention(*rows, spans, sliding_window)[None], None
-    return span_attention(*rows, spans, sliding_window)[None], None
+            return flash.attention(*rows_LXD, spans, sliding_window, scaling)[None], None
+    return span_attention(*rows_LXD, spans, sliding_window, scaling)[None], None
 
 
 def span_attention(
-    query_HLD: Tensor, key_GLD: Tensor, value_GLD: Tensor, spans: Spans, window: int | None
+    query_LHD: Tensor,
+    key_LGD: Tensor,
+    value_LGD: Tensor,
+    spans: Spans,
+    window: int | None,
+    scaling: float,
 ) -> Tensor:
     """Attention over buckets of spans, [L, H, D], in float32 or float64, on any device.
 
     Copies are gathered and results put back once for all buckets, because each such operation
     clears memory for a whole row in its backward.
     """
-    if query_HLD.is_cuda:  # where no fused kernel takes grouped heads with a mask
-        repeats = len(query_HLD) // len(key_GLD)
-        key_GLD = key_GLD.repeat_interleave(repeats, dim=0)
-        value_GLD = value_GLD.repeat_interleave(repeats, dim=0)
-    dtype = torch.promote_types(query_HLD.dtype, torch.float32)
-    buckets = make_buckets(spans, window, query_HLD.device)
-    queries = query_HLD.to(dtype).index_select(1, buckets.query_rows)
-    keys = key_GLD.to(dtype).index_select(1, buckets.key_rows)
-    values = value_GLD.to(dtype).index_select(1, buckets.key_rows)
+    if query_LHD.is_cuda:  # where no fused kernel takes grouped heads with a mask
+        repeats = query_LHD.shape[1] // key_LGD.shape[1]
+        key_LGD = key_LGD.repeat_interleave(repeats, dim=1)
+        value_LGD = value_LGD.repeat_interleave(repeats, dim=1)
+    buckets = make_buckets(spans, window, query_LHD.device)
+    dtype = torch.promote_types(query_LHD.dtype, torch.float32)
+    queries = query_LHD.to(dtype).index_select(0, buckets.query_rows)
+    keys = key_LGD.to(dtype).index_select(0, buckets.key_rows)
+    values = value_LGD.to(dtype).index_select(0, buckets.key_rows)
     outs = []
-    with torch.autocast(query_HLD.device.type, enabled=False):
+    with torch.autocast(query_LHD.device.type, enabled=False):
         for query, key, value, mask_N1RK in zip(
-            queries.split(buckets.query_sizes, dim=1),
-            keys.split(buckets.key_sizes, dim=1),
-            values.split(buckets.key_sizes, dim=1),
+            queries.split(buckets.query_sizes),
+            keys.split(buckets.key_sizes),
+            values.split(buckets.key_sizes),
             buckets.masks,
             strict=True,
         ):
             shape = (len(mask_N1RK), -1)
             out_NHRD = F.scaled_dot_product_attention(
-                query.unflatten(1, shape).transpose(0, 1),
-                key.unflatten(1, shape).transpose(0, 1),
-                value.unflatten(1, shape).transpose(0, 1),
+                query.unflatten(0, shape).transpose(1, 2),
+                key.unflatten(0, shape).transpose(1, 2),
+                value.unflatten(0, shape).transpose(1, 2),
                 attn_mask=mask_N1RK.to(dtype),
-                scale=1,
-                enable_gqa=len(key) < len(query),
+                scale=scaling,
+                enable_gqa=key.shape[1] < query.shape[1],
             )
             outs.append(out_NHRD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, buckets.place_L).to(query_HLD.dtype)
+    return torch.cat(outs).index_select(0, buckets.place_L).to(query_LHD.dtype)
 
 
 class Buckets(NamedTuple):
@@ -184,7 +189,7 @@ class Buckets(NamedTuple):
     place_L: Tensor  # where each token of the row stands among the queries
 
 
-@lru_cache(maxsize=4)  # each layer asks
+@lru_cache(maxsize=2)  # each layer asks; a model has up to two windows
 def make_buckets(spans: Spans, window: int | None, device: torch.device) -> Buckets:
     """Group spans whose numbers of queries and keys round down to the same multiples of STEP."""
     length = spans[-1][1]
