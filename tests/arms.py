@@ -86,6 +86,7 @@ def ours(args: argparse.Namespace) -> None:
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     # some are loaded later otherwise, as the peers' are loaded before their turns begin
     import datasets  # noqa: F401
+    import pyarrow.parquet
     import torch
     import torch.utils.tensorboard
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -96,6 +97,7 @@ def ours(args: argparse.Namespace) -> None:
     from topr.module import PolicyModule
     from topr.tasks import Arithmetic
 
+    pyarrow.parquet.read_table(args.folder / "train.parquet")  # or its code is loaded later
     turns = Turns()
 
     class Epochs(Callback):

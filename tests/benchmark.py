@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {  # Llama shapes: 2.0, 35.2 and 35.9 millio
 }
 DATA = {"gsm": (100, 150), "short": (100, 30)}  # mean tokens of a prompt, of a response
 CASES = {  # trajectories of an epoch, of an update; tokens of a row of ours
-    ("tiny", "gsm"): (128, 32, 1536),
+    ("tiny", "gsm"): (128, 32, 1344),
     ("tiny", "short"): (256, 16, 1024),
     ("v32k", "gsm"): (32, 16, 1536),
     ("v128k", "gsm"): (16, 16, 1024),
