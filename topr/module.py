@@ -3,7 +3,7 @@
 Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ class PolicyModule(LightningModule):
         self.log_update(columns, {"gradient/norm": norm, "train/lr": rate})
         return {"columns": columns}
 
-    def add_gradient(self, part: MicroBatch, trajectories: int):
+    def add_gradient(self, part: MicroBatch, trajectories):
         """Add the gradient of a micro-batch to that of its update, which has so many trajectories
         over all ranks. Returns its columns; nothing else outlives the call."""
         log_probs_N = self.policy.log_probs(part.tokens)
@@ -179,7 +179,7 @@ class PolicyModule(LightningModule):
         assert log_probs_N.grad is not None
         return columns_of(part, output, log_probs_N.grad)
 
-    def no_reduction(self) -> AbstractContextManager:
+    def no_reduction(self):
         """Add up the gradients of micro-batches on each rank. DDP reduces in the last backward,
         what the earlier ones left in `grad` included. FSDP2 reduces each time, because whole
         gradients would take the memory that it saves."""

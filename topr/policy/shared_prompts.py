@@ -4,8 +4,8 @@ Nothing is padded, and a prompt is computed once for all of its responses. Log-p
 are those of one forward for each trajectory. On a GPU in half precision the attention is torch's
 flash attention over sequences of any length (`flash.py`); otherwise it is `span_attention`.
 
-Shapes: L tokens of the row, H heads, G heads of keys and values, X either, D of a head; N spans of
-a bucket, R queries of a span, K keys of a span.
+Shapes: L tokens of the row, H heads, G heads of keys and values, D of a head; N spans of a bucket,
+R queries of a span, K keys of a span.
 """
 
 import warnings
@@ -124,13 +124,14 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     if softcap is not None:
         raise NotImplementedError("attention with a soft cap")
-    rows_LXD = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    query_LHD, key_LGD, value_LGD = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    given = (query_LHD, key_LGD, value_LGD, spans, sliding_window, scaling)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         from topr.policy import flash
 
         if flash.takes(query):
-            return flash.attention(*rows_LXD, spans, sliding_window, scaling)[None], None
-    return span_attention(*rows_LXD, spans, sliding_window, scaling)[None], None
+            return flash.attention(*given)[None], None
+    return span_attention(*given)[None], None
 
 
 def span_attention(
