@@ -11,7 +11,7 @@ from conftest import ROOT, rejected
 
 from data.arithmetic.make import critiques, main
 from data.arithmetic.problems import END, LETTERS, apply, demonstration, draw, problems_of, split_of
-from topr.evaluation import SamplingJob
+from topr.evaluation.pipeline import SamplingJob
 from topr.policy import load_policy
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic

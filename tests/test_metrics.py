@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from topr.datamodule import ProblemBatch
-from topr.evaluation import live, maj_at_k, pass_at_k, per_problem, summarise
+from topr.evaluation import live
+from topr.evaluation.metrics import maj_at_k, pass_at_k, per_problem, summarise
 from topr.trajectories import Trajectory
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, listing, write
-from huggingface_hub import ModelCard
 from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import Linear
@@ -50,8 +49,8 @@ def fitted(run, setting):
     return policy, run.folder / "runs" / "arithmetic" / "version_0", out
 
 
-def test_fit_writes_a_summary_and_a_model_card(fitted):
-    policy, folder, _ = fitted
+def test_fit_writes_a_summary(fitted):
+    _, folder, _ = fitted
     names = {path.name for path in folder.iterdir()}
     assert {"policy", "summary.json", "checkpoints", "config.yaml"} <= names
     summary = json.loads((folder / "summary.json").read_text())
@@ -61,11 +60,6 @@ def test_fit_writes_a_summary_and_a_model_card(fitted):
     assert (summary["steps"], summary["trajectories"]) == (3, 23)
     assert summary["tokens_per_s"] > 0
     assert summary["max_abs_log_ratio_at_start"] < 1e-4
-    card = ModelCard.load(folder / "policy" / "README.md")
-    assert card.data.base_model == str(policy)
-    assert "trained with TOPR" in card.text
-    for when in ("before", "after"):
-        assert f"| {when} | {100 * summary[when]['pass@1']:.1f} [" in card.text
 
 
 def test_the_exported_policy_is_that_of_the_last_checkpoint(fitted):

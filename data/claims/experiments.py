@@ -7,7 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from data.claims.commands import ROOT, Commands
-from topr.evaluation import per_problem, read_parts
+from topr.evaluation.metrics import per_problem
+from topr.evaluation.pipeline import read_parts
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]

@@ -9,21 +9,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
 from topr.evaluation import live
-from topr.evaluation.report import UNITS, Row, table
+from topr.evaluation.report import Row, table
 from topr.io import write_text
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
 from topr.policy.model import export_policy
 from topr.policy.sharding import full_state_dict
-
-CARD = """---
-base_model: {policy}
-library_name: transformers
----
-# {policy}, trained with {loss} ([arXiv:2503.14286](https://arxiv.org/abs/2503.14286))
-
-{figures}
-"""
 
 
 class ExportPolicy(Callback):
@@ -65,12 +56,6 @@ class ExportPolicy(Callback):
             export_policy(pl_module.policy, folder / "adapter", weights)
             merged = merge_adapter(pl_module.policy.name, folder / "adapter")
             export_policy(merged, folder / "policy")
-        card = CARD.format(
-            policy=pl_module.policy_name,
-            loss=type(pl_module.loss).__name__,
-            figures=f"{table(self.measured)}\n{UNITS}" if self.measured else "",
-        )
-        write_text(folder / "policy" / "README.md", card)
         summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"policy/ and summary.json are in {folder}")
