@@ -1,6 +1,7 @@
 """Runs that end before they should: killed, asked to stop, without memory or disk, with NaNs."""
 
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, make_policy, make_trajectories, write
 from torch.optim.lr_scheduler import OneCycleLR
 from torture import Command, assert_same_run, check_fit, curves
@@ -230,6 +232,14 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     torch.save(content | {"state_dict": Evil()}, tmp_path / "evil.ckpt")
     assert updates_before(tmp_path / "good.ckpt") == 1
     assert updates_before(tmp_path / "evil.ckpt") is None
+    shards = tmp_path / "shards.ckpt"
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=shards, no_dist=True)
+    torch.save(content, shards / "meta.pt")
+    assert updates_before(shards) == 1
+    (shards / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert updates_before(shards) is None
+    (shards / ".metadata").write_bytes(b"ctorch.hub\nos.system\n(S'touch executed'\ntR.")
+    assert updates_before(shards) is None
     assert not (tmp_path / "executed").exists()
 
 

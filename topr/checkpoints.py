@@ -1,6 +1,8 @@
 """Checkpoints: written completely or not at all, found again, read without executing anything."""
 
+import io
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -27,6 +29,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove(aside)
 
 
+# what the index of a sharded checkpoint is made of
+PLAIN = ["Metadata", "MetadataIndex", "StorageMeta", "_StorageInfo", "PosixPath", "Size"]
+PLAIN += ["TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
+PLAIN += ["TensorProperties", "_MEM_FORMAT_ENCODING", "_get_layout"]
+PLAIN += ["float32", "float64", "bfloat16", "float16", "int64", "uint8"]
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads the index of a sharded checkpoint, which torch unpickles whatever it holds: refuses all
+    but what describes tensors."""
+
+    def find_class(self, module, name):
+        if name not in PLAIN or not module.startswith(("torch", "pathlib")):
+            raise pickle.UnpicklingError(f"{module}.{name} does not describe tensors")
+        return super().find_class(module, name)
+
+
 def updates_before(checkpoint: Path) -> int | None:
     """Updates before a checkpoint, a file or a folder of shards; None if it is incomplete or not a
     checkpoint."""
@@ -34,8 +53,8 @@ def updates_before(checkpoint: Path) -> int | None:
     try:
         file = checkpoint / "meta.pt" if sharded else checkpoint
         content = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
-        if sharded and not (checkpoint / ".metadata").stat().st_size:
-            return None
+        if sharded:
+            PlainUnpickler(io.BytesIO((checkpoint / ".metadata").read_bytes())).load()
         complete = content.keys() >= {"lr_schedulers", "pytorch-lightning_version"}
         return content["global_step"] if complete else None
     except Exception:  # whatever torch raises about a broken file
