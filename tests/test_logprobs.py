@@ -12,6 +12,7 @@ from torch.nn.attention import varlen
 from topr.batching import pack
 from topr.io import InputError
 from topr.policy import Policy, export_policy, flash, load_policy, load_tokenizer, logprobs
+from topr.policy.files import vocabulary_and_context
 from topr.policy.logprobs import TokenLogProbs, padded_hidden_states, token_log_probs
 from topr.policy.model import choose_forward
 from topr.policy.shared_prompts import attend
@@ -324,3 +325,22 @@ def test_dropout_and_other_noise_are_off_in_training_mode(policy, tmp_path, fami
     # half of the time, one layer of two is kept
     assert len({noisy.log_probs(tokens).sum().item() for _ in range(20)}) > 1
     assert len({loaded.log_probs(tokens).sum().item() for _ in range(20)}) == 1
+
+
+def test_longrope_ends_at_the_original_length(tmp_path):
+    """Beyond it, a trajectory's log-probs would depend on the longest one in its row."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+    more = {"original_max_position_embeddings": 16, "head_dim": 4}
+    policy = make_policy_of("Phi3", rope_parameters=rope, **more)
+    policy.model.config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert vocabulary_and_context(str(tmp_path))[1] == 16
+
+    def log_probs(*lengths):
+        tokens = pack([np.array([5])] * len(lengths), [np.arange(3, 3 + n) for n in lengths])
+        return policy.log_probs(tokens)
+
+    within = log_probs(10, 15)[:10] - log_probs(10)
+    beyond = log_probs(10, 16)[:10] - log_probs(10)
+    assert within.abs().max() < 1e-5 < 1e-2 < beyond.abs().max()

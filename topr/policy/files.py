@@ -65,9 +65,16 @@ def load_generation_config(name: str) -> GenerationConfig:
 @lru_cache(maxsize=16)
 def vocabulary_and_context(name: str) -> tuple[int, int]:
     """Number of token ids that the model embeds; the longest sequence it takes (2^31 if its config
-    names none)."""
+    names none).
+
+    With longrope (Phi-3) it is the original length: beyond it, the positions of all sequences of a
+    forward depend on the longest one, and so would log-probs."""
     config = load_config(name).get_text_config()
-    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 2**31
+    context = getattr(config, "max_position_embeddings", None) or 2**31
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        context = min(context, rope["original_max_position_embeddings"])
+    return config.vocab_size, context
 
 
 @lru_cache(maxsize=16)
