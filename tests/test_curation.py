@@ -118,7 +118,7 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
         files = []
         for i, entry in enumerate(metadata):
             files.append(str(write(tmp_path / f"{i}.parquet", policy, rows, **entry)))
-        curate("uniform", files, tmp_path / "kept.parquet", budget=9)
+        curate("uniform", files, tmp_path / "kept.parquet", budget=9, overwrite=True)
         return read_metadata(tmp_path / "kept.parquet")
 
     entry = {"task": "t", "sampling": {"top_k": 0, "seed": 1}, "iteration": 2}
@@ -141,7 +141,7 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
         (1, "best", "best"),
         (3, "nowhere.parquet", "nowhere.parquet cannot be read"),
         (3, "bad.parquet", "bad.parquet, row 5: ref_logprobs"),
-        (5, f"--out={files[1]}", "one of the inputs"),
+        (5, f"--out={files[1]}", "exists; name another"),
     ):
         rejected(run, words, *good[:place], value, *good[place + 1 :], main=main)
     code, out, err = run(main, *good)

@@ -69,7 +69,7 @@ def jsonl(path, rows):
 def imported(run, policy, rows, *arguments):
     """Trajectories of an import that must succeed, and what it printed."""
     source = rows if not isinstance(rows, list) else jsonl(run.folder / "a.jsonl", rows)
-    files = f"--policy={policy}", "--out=a.parquet"
+    files = f"--policy={policy}", "--out=a.parquet", "--overwrite=true"
     code, out, err = run(main, "import", source, *arguments, *files)
     assert code == 0, err
     return read_trajectories(run.folder / "a.parquet"), out
@@ -246,6 +246,7 @@ MALFORMED = {  # a row that is accepted, the changes that make it bad, words of 
     "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "'assistant' is not in list"),
     "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "cannot be imported ('role')"),
     "reward": (PLAIN, {"reward": "high"}, "could not convert string to float"),
+    "half a pair": (PLAIN, {"gold": "\ud800"}, "'utf-8' codec can't encode"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
 }
 
@@ -264,7 +265,7 @@ def test_arguments_of_import(run, policy, tmp_path):
     jsonl(tmp_path / "a.jsonl", [PLAIN])
     good = ["import", "a.jsonl", f"--policy={policy}", "--out=a.parquet"]
     for argument, words in (
-        (f"--out={tmp_path}", "is a folder or one of the inputs"),
+        (f"--out={tmp_path}", "exists; name another"),
         ("--out=a.jsonl/b.parquet", "--out: the folder a.jsonl cannot be written"),
         ("--policy=nowhere", "policy 'nowhere' is neither a folder nor a model"),
     ):

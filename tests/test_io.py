@@ -152,6 +152,8 @@ def test_a_folder_takes_one_writer(tmp_path):
     code = f"from topr.io import lock; lock({str(tmp_path)!r})"
     other = [sys.executable, "-c", code]
     assert subprocess.run(other, cwd=ROOT).returncode == 0  # its lock ended with it
-    lock(tmp_path)
+    held = lock(tmp_path)
     done = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
     assert "another process is writing to" in done.stderr
+    held.close()
+    assert subprocess.run(other, cwd=ROOT).returncode == 0

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, make_policy
 
 from topr import commands, iterate
-from topr.evaluation import SamplingJob, read_parts
+from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.identity import policy_hash
 from topr.policy import load_policy
 from topr.sampling import LocalSampler, Sampling
@@ -20,7 +20,15 @@ from topr.tasks import Grade, Task
 from topr.trajectories import add_log_probs, read_metadata, read_trajectories, write_trajectories
 
 STAGES = ["predict", "fit", "predict", "fit"]  # of two iterations
-ARGUMENTS = ["--out=out", "--iterations=2", "--curate", "anna_karenina", "--budget=3", "--seed=7"]
+ARGUMENTS = [
+    "--model.policy=base",
+    "--out=out",
+    "--iterations=2",
+    "--curate",
+    "anna_karenina",
+    "--budget=3",
+    "--seed=7",
+]
 
 
 class Parity(Task):
@@ -137,7 +145,10 @@ def test_more_iterations_follow_those_that_are_there(train, run):
     assert run(drive, *ARGUMENTS, "--iterations=3")[0] == 0
     assert train.stages == [*STAGES, "predict", "fit"]
     code, _, error = run(drive, *ARGUMENTS, "--model.threads=2")
-    assert code == 2 and error.startswith("error: out holds iterations with other arguments")
+    assert code == 2 and error.startswith("error: out holds results of other arguments")
+    make_policy(Path("base"), seed=1)
+    code, _, error = run(drive, *ARGUMENTS)
+    assert code == 2 and error.startswith("error: out holds results of other arguments")
     assert len(train.stages) == 6
 
 

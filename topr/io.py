@@ -1,6 +1,7 @@
 """Errors for users, and files that are complete or absent."""
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from typing import IO
 
 LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
 StrPath = str | Path
-LOCKS: list[IO] = []  # open files; closing one would end its lock
+LOCKS: list[IO] = []  # open files; closing one ends its lock
 
 
 class InputError(ValueError):
@@ -63,6 +64,14 @@ def check_folder(name: str, path: StrPath):
         tempfile.TemporaryFile(dir=existing).close()
 
 
+def check_absent(path: StrPath, overwrite: bool):
+    """Raise an InputError if a file exists and may not be replaced, or cannot be written, before
+    work starts."""
+    check_folder("--out: the folder", Path(path).parent)
+    if Path(path).exists() and not overwrite:
+        raise InputError(f"--out {path} exists", "name another, or add --overwrite true")
+
+
 @contextmanager
 def atomic(path: StrPath) -> Iterator[Path]:
     """Yield a temporary path to write a file or folder to; rename it to `path` at the end.
@@ -91,9 +100,9 @@ def atomic(path: StrPath) -> Iterator[Path]:
         remove(folder)
 
 
-def lock(folder: StrPath):
-    """Keep other processes out of a folder until this process ends, and remove the temporary files
-    that killed ones left in it.
+def lock(folder: StrPath) -> IO:
+    """Keep other processes out of a folder until this one ends, or closes the file that is
+    returned; remove the temporary files that killed ones left in it.
 
     Raises an InputError if another process, perhaps on another node, is writing there.
     """
@@ -111,6 +120,21 @@ def lock(folder: StrPath):
         pass
     for left in Path(folder).rglob(".*.tmp"):
         remove(left)
+    return file
+
+
+def claim(folder: Path, results: str, arguments, overwrite: bool = False):
+    """Write to a folder what its results are of. Raises an InputError if it holds results, by the
+    name of one, of other arguments."""
+    check_folder("--out", folder)
+    text = json.dumps(arguments)
+    path = folder / "arguments.json"
+    if (folder / results).exists() and not overwrite and path.read_text() != text:
+        raise InputError(
+            f"{folder} holds results of other arguments (see {path})",
+            "give the same ones, name another --out, or replace them with --overwrite true",
+        )
+    write_text(path, text)
 
 
 def write_text(path: StrPath, text: str):

@@ -8,6 +8,8 @@ command resumes a killed one.
 
 import argparse
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from topr.commands import OneSentenceErrors, command
 from topr.distributed import die_with_parent
-from topr.io import InputError, check_folder, lock, write_text
+from topr.identity import file_hash, policy_hash
+from topr.io import claim, lock, write_text
 from topr.trajectories.curate import curate
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -44,7 +47,8 @@ def make_parser() -> Parser:
 
 def iterate(args: argparse.Namespace, rest: list[str]):
     """Repeat the three steps; `rest` holds the arguments of train.py."""
-    claim_folder(args, rest)
+    lock(args.out)
+    claim(args.out, "iteration_0", [args.seed, args.curate, args.budget, *rest, contents(rest)])
     policy: list[str] = []  # at first that of the configuration
     summaries = []
     for number in range(args.iterations):
@@ -70,18 +74,18 @@ def iterate(args: argparse.Namespace, rest: list[str]):
         print(f"\n{figures.to_string()}\n\nThe newest policy is {run / 'policy'}", flush=True)
 
 
-def claim_folder(args: argparse.Namespace, rest: list[str]):
-    """Raise an InputError if the folder holds results of other arguments."""
-    check_folder("--out", args.out)
-    lock(args.out)
-    text = json.dumps([args.seed, args.curate, args.budget, *rest])
-    path = args.out / "arguments.json"
-    if (args.out / "iteration_0").exists() and path.read_text() != text:
-        raise InputError(
-            f"{args.out} holds iterations with other arguments (see {path})",
-            "give the same ones, or another --out",
-        )
-    write_text(path, text)
+def contents(arguments: list[str]) -> dict[str, str]:
+    """Hashes of the files and policies that arguments and their config files name."""
+    found = {}
+    text = " ".join(arguments)
+    for config in filter(os.path.isfile, re.findall(r"[^\s=]+\.yaml", text)):
+        text += Path(config).read_text()
+    for name in re.findall(r"[^\s='\",:\[\]]+", text):
+        if Path(name).is_file():
+            found[name] = file_hash(name)
+        elif Path(name, "config.json").is_file():
+            found[name] = policy_hash(name)
+    return found
 
 
 def train(*arguments: str):

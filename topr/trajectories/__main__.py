@@ -1,12 +1,10 @@
 """The command `python -m topr.trajectories`: import, inspect, curate."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from topr.commands import ArgumentParser, command, printable
-from topr.io import InputError, check_folder
 from topr.trajectories.curate import Way, curate, read_files
 from topr.trajectories.file import expand_globs
 from topr.trajectories.importing import import_files
@@ -54,11 +52,6 @@ def main():
         args = make_parser().parse_args()
         options = args[args.subcommand].as_dict()
         options["files"] = expand_globs(options["files"])
-        out = options.get("out")
-        if out is not None:
-            if out in options["files"] or Path(out).is_dir():
-                raise InputError(f"--out {out} is a folder or one of the inputs; name a new file")
-            check_folder("--out: the folder", Path(out).parent)
         COMMANDS[args.subcommand](**options)
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
-from topr.io import InputError
+from topr.io import InputError, check_absent
 from topr.trajectories.file import SCHEMA, read_metadata, read_table, write_table
 
 Way = Literal["uniform", "anna_karenina", "share"]
@@ -24,6 +24,7 @@ def curate(
     total: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
     iteration: NonNegativeInt | None = None,
+    overwrite: bool = False,
 ):
     """Select from trajectory files, read as one set (arXiv:2503.14286, section 4.4).
 
@@ -36,9 +37,12 @@ def curate(
         total: trajectories that share keeps; as many as possible by default
         seed: of random choices
         iteration: written to the metadata and before every group
+        overwrite: replace the file that is there
     """
+    check_absent(out, overwrite)
     table, metadata = read_files(files)
-    rows = table.select(["reward", "group"]).to_pandas()
+    rows = table.select(["reward", "group", "prompt"]).to_pandas()
+    rows["group"] += rows.pop("prompt")
     rng = np.random.default_rng(seed)
     if way == "share":
         kept = with_share(rows, share, total, rng)
@@ -49,8 +53,7 @@ def curate(
     table = table.take(kept)
     if iteration is not None:
         metadata["iteration"] = iteration
-        names = pc.binary_join_element_wise(str(iteration), table["group"], "/")
-        table = table.set_column(SCHEMA.get_field_index("group"), "group", names)
+        table = rename_groups(table, str(iteration))
     chosen = {"way": way, "budget": budget, "share": share, "total": total, "seed": seed}
     metadata["sampling"] = (metadata.get("sampling") or {}) | {"curation": chosen}
     write_table(out, table, metadata)
@@ -89,12 +92,25 @@ def with_share(
 
 
 def read_files(files: list[str]) -> tuple[pa.Table, dict]:
-    """Trajectory files as one table, and the metadata that they agree on. Raises an InputError if
-    their tokenizers differ."""
-    metadata = agreed([read_metadata(file) for file in files])
+    """Trajectory files as one table, and the metadata that they agree on. Groups of different
+    policies or iterations get different names. Raises an InputError if their tokenizers differ."""
+    entries = [read_metadata(file) for file in files]
+    metadata = agreed(entries)
     if "tokenizer" not in metadata:
         raise InputError("the files have different tokenizers; take them one by one")
-    return pa.concat_tables(map(read_table, files)), metadata
+    tables = []
+    for file, entry in zip(files, entries, strict=True):
+        table = read_table(file)
+        if not {"policy", "iteration"} <= metadata.keys():
+            table = rename_groups(table, f"{entry['policy']}/{entry['iteration']}")
+        tables.append(table)
+    return pa.concat_tables(tables), metadata
+
+
+def rename_groups(table: pa.Table, prefix: str) -> pa.Table:
+    """A table whose groups' names begin with a prefix."""
+    names = pc.binary_join_element_wise(prefix, table["group"], "/")
+    return table.set_column(SCHEMA.get_field_index("group"), "group", names)
 
 
 def agreed(entries: list[dict]) -> dict:

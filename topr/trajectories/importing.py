@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jsonargparse.typing import PositiveInt
 
-from topr.io import InputError, first_line
+from topr.io import InputError, check_absent, first_line
 from topr.trajectories.file import Trajectory, write_trajectories
 from topr.trajectories.rows import Row, load_rows
 
@@ -31,6 +31,7 @@ def import_files(
     out: str,
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
+    overwrite: bool = False,
 ):
     """Write the rows of files as trajectories, with log mu of a policy.
 
@@ -43,6 +44,7 @@ def import_files(
         out: trajectory file to write
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
+        overwrite: replace the file that is there
 
     Raises:
         InputError: for a bad row, or if no row is left.
@@ -53,6 +55,7 @@ def import_files(
     from topr.policy import load_policy, own_device, vocabulary_and_context
     from topr.trajectories.scoring import add_log_probs
 
+    check_absent(out, overwrite)
     with own_device():
         model = load_policy(policy)
     limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
@@ -77,7 +80,9 @@ def import_files(
 
 def plain_rows(row: Row) -> list[Row]:
     """A row in the plain format, or two rows of a pair, of which only the last answers count."""
-    row = json.loads(json.dumps(row, default=str), object_hook=without_nulls)
+    # encoded, because half of a surrogate pair is no text
+    text = json.dumps(row, default=str, ensure_ascii=False).encode()
+    row = json.loads(text, object_hook=without_nulls)
     row = {name: row[key] for key, name in NAMES.items() if key in row} | row
     if not {"chosen", "rejected"} <= row.keys():
         if not {"response", "reward"} <= row.keys():
