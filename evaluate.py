@@ -5,6 +5,7 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 
 import gc
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +15,25 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
 from topr.commands import ArgumentParser, command
-from topr.distributed import end_rank_with_launcher, gather, rank
+from topr.distributed import end_rank_with_launcher, gather, rank, world_size
 from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
-from topr.identity import content_hash
-from topr.io import InputError, check_folder
-from topr.policy import load_policy, load_tokenizer, own_device
+from topr.io import InputError, claim
+from topr.policy import Policy, load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
-from topr.trajectories import Trajectory, add_log_probs, agreed, write_trajectories
+from topr.trajectories import (
+    Trajectory,
+    add_log_probs,
+    agreed,
+    read_trajectories,
+    write_trajectories,
+)
 
+SMALL = 20_000_000  # weights; beside other work, two threads are up to 5 times as slow as one
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
 
 
@@ -43,7 +50,10 @@ class Evaluation:
         greedy: take the likeliest tokens.
         verifier: policy that weighs the votes of weighted@k; by default none does.
         critiques: of the verifier, per response.
+        log_probs: score the responses, so that they can be trained on; a third more time.
+        threads: CPU threads of torch; by default 1 for a policy of less than 20 million weights.
         out: folder to write.
+        overwrite: replace the results of another evaluation in this folder.
         seed: of sampling and of the intervals.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
     """
@@ -56,13 +66,20 @@ class Evaluation:
     greedy: bool = False
     verifier: str = ""
     critiques: PositiveInt = 4
+    log_probs: bool = False
+    threads: PositiveInt | None = None
     out: Path = Path("results")
+    overwrite: bool = False
     seed: NonNegativeInt = 0
     devices: PositiveInt | None = None
 
     def run(self):
         """Sample what is missing, then write responses, table and figure."""
         jobs = self.find_jobs()
+        if rank() == 0:
+            sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
+            settings = [self.k, self.verifier, self.critiques, sampled]
+            claim(self.out, "results.json", settings, self.overwrite)
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
@@ -83,7 +100,9 @@ class Evaluation:
                 trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
             trajectories += responses
         if rank() == 0:
-            metadata = agreed([job.metadata for job in jobs.values()])
+            # `fit` refuses responses of several tokenizers
+            several = {"tokenizer": "several"}
+            metadata = several | agreed([job.metadata for job in jobs.values()])
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
@@ -93,7 +112,6 @@ class Evaluation:
         k = max(self.k, default=1)
         if k > self.samples:
             raise InputError(f"--k {k} exceeds --samples {self.samples}; raise the latter")
-        check_folder("--out", self.out)
         if self.verifier:
             load_tokenizer(self.verifier)
         jobs = {}
@@ -119,20 +137,32 @@ class Evaluation:
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
-        folder = self.out / "responses" / f"{name}-{content_hash(job.metadata)}"
-        parts = [part for part in job.parts_to_write(folder) if part[1]]
-        if parts:
-            gc.collect()  # reference cycles may hold the policy before
-            with own_device():
-                policy = load_policy(job.policy)
-            with torch.autocast(policy.device.type, torch.bfloat16, PRECISION == "bf16-mixed"):
-                for path, numbers in parts:
-                    trajectories = job.sample(numbers, LocalSampler(), policy)
-                    add_log_probs(policy, trajectories)
+        folder = self.out / "responses" / f"{name}-{job.responses_hash}"
+        policy = cache(self.load)
+        with torch.autocast(own_device().type, torch.bfloat16, PRECISION == "bf16-mixed"):
+            for path, numbers in job.parts_to_write(folder):
+                if numbers:
+                    trajectories = job.sample(numbers, LocalSampler(), policy(job.policy))
                     write_trajectories(path, trajectories, job.metadata)
                     print(f"wrote {path}")
-        gather(None)  # wait for the files of all ranks
+            gather(None)  # wait for the files of all ranks
+            if self.log_probs:
+                for path in sorted(folder.glob("*.parquet"))[rank() :: world_size()]:
+                    trajectories = read_trajectories(path)
+                    if not trajectories[0].ref_logprobs:
+                        add_log_probs(policy(job.policy), trajectories)
+                        write_trajectories(path, trajectories, job.metadata)
+        gather(None)
         return read_parts(folder)
+
+    def load(self, name: str) -> Policy:
+        """Load a policy to this process's device, and set the number of threads."""
+        gc.collect()  # reference cycles may hold the policy before
+        with own_device():
+            policy = load_policy(name)
+        if self.threads or policy.model.num_parameters() < SMALL:
+            torch.set_num_threads(self.threads or 1)
+        return policy
 
     def metrics(self, name: str, job: SamplingJob, responses: list[Trajectory]) -> pd.DataFrame:
         """The metrics of each problem."""

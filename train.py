@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 # large CPU tensors in huge pages save up to a seventh of an update; torch reads this at its start
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -25,7 +24,7 @@ from topr.checkpoints import updates_before
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_rank_with_launcher, rank
-from topr.io import InputError, explained, first_line, lock, write_text
+from topr.io import InputError, explained, first_line, lock, remove, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 
@@ -94,8 +93,6 @@ class CLI(LightningCLI):
             config.trainer.logger = False
             return
         self.yaml = self._parser("fit").dump(config, skip_none=False)
-        if config.ckpt_path:  # `last`; a checkpoint given by its path begins a new run
-            run.check_unchanged(self.yaml)
         run.direct_loggers(config.trainer)
         self.run = run
 
@@ -146,21 +143,26 @@ class CLI(LightningCLI):
             )
 
     def _run_subcommand(self, subcommand: str):
-        """Run a trainer's command. A new run that ends in an error before its first update leaves
-        no folder."""
+        """Run a trainer's command. If it ends in an error before it trains, it leaves no files."""
         trainer = self.trainer
         folder = None
         if self.run and trainer.is_global_zero and not trainer.fast_dev_run:
             folder = self.run.folder
-            is_new = not folder.exists()
+            before = {folder, *folder.rglob("*")} if folder.exists() else set()
             lock(folder)
             self.run.keep_csv_rows(trainer.loggers)
-            write_text(folder / "config.yaml", self.yaml)
+            # when the checkpoint has been found to fit
+            trainer.callbacks.append(
+                LambdaCallback(
+                    on_fit_start=lambda *_: write_text(folder / "config.yaml", self.yaml)
+                )
+            )
         try:
             super()._run_subcommand(subcommand)
         except (Exception, CheckpointException) as error:
-            if folder and is_new and trainer.global_step == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder and trainer.global_step == 0:
+                for path in {folder, *folder.rglob("*")} - before:
+                    remove(path)
             if isinstance(error, MisconfigurationException):
                 raise InputError(first_line(error)) from error
             if isinstance(error, CheckpointException):  # not an Exception; every rank raises it

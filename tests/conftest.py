@@ -123,13 +123,14 @@ def make_trajectories(
     turns: bool = False,
 ):
     """Random trajectories of uneven lengths with log mu scored by `policy`, moved by noise of size
-    `shift`. With `turns`, most of them hold tokens that were not sampled, and neighbours often
-    share a prompt."""
+    `shift`. With `turns`, most of them hold tokens that were not sampled."""
     rng = np.random.default_rng(seed)
     tokenizer, trajectories = load_tokenizer(str(policy)), []
     for i in range(count):
         finished = bool(rng.random() < 0.7)
         prompt_ids = rng.integers(3, len(SYMBOLS), rng.integers(1, 9)).tolist()
+        if i % group:
+            prompt_ids = trajectories[-1].prompt_ids
         response_ids = rng.integers(3, len(SYMBOLS), rng.integers(1, 15)).tolist() + [1] * finished
         trajectories.append(
             Trajectory(
@@ -144,9 +145,7 @@ def make_trajectories(
                 finished=finished,
             )
         )
-    for before, trajectory in zip(trajectories, trajectories[1:], strict=False) if turns else ():
-        if rng.random() < 0.5:
-            trajectory.prompt_ids, trajectory.prompt = before.prompt_ids, before.prompt
+    for trajectory in trajectories if turns else ():
         if rng.random() < 0.8:
             trajectory.sampled = (rng.random(len(trajectory.response_ids)) < 0.5).tolist()
             trajectory.sampled[rng.integers(len(trajectory.sampled))] = True

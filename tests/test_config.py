@@ -222,7 +222,7 @@ def test_predict_needs_a_folder_of_its_own(run, good, tmp_path):
     rejected(run, "data.out is not set", *predict)
     (tmp_path / "out").mkdir()
     shutil.copy(data, tmp_path / "out" / "old.parquet")
-    rejected(run, "holds trajectories of another", *predict, "--data.out=out")
+    rejected(run, "holds responses of another", *predict, "--data.out=out")
     accepted(run, *predict, "--data.out=new")
     (tmp_path / "some.jsonl").write_text('{"id": 1, "prompt": "1+1>", "gold": "2"}\n' * 2)
     rejected(run, "make ids unique", *predict, "--data.out=newer")

@@ -12,7 +12,7 @@ from conftest import ROOT, make_policy, rejected
 from matplotlib.figure import Figure
 
 import evaluate
-from topr.evaluation import per_problem, summarise
+from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import read_parts
 from topr.evaluation.report import cell, draw, table
 from topr.sampling import Sampling
@@ -99,7 +99,7 @@ def test_a_killed_evaluation_resumes(command):
     (out / "results.json").unlink()
     assert command("out")[0] == whole
     assert first.stat().st_mtime_ns == written and second.exists()
-    command("out", "--seed", 5)  # other responses lie beside them
+    command("out", "--seed", 5, "--overwrite", "true")  # other responses lie beside them
     assert len(list(out.glob("responses/*/*.parquet"))) == 4
 
 
@@ -128,7 +128,7 @@ def test_the_lenient_score_is_of_the_second_grade(run, policy, problems):
 
 
 def test_greedy_takes_the_likeliest_token_once(command):
-    row, _ = command("out", "--greedy")
+    row, _ = command("out", "--greedy", "--log_probs", "true")
     rows = read_trajectories(command.folder / "out" / "responses.parquet")
     assert len(rows) == 34 and row["samples"] == 1
     for row in rows:  # every token has at least the probability of an average one

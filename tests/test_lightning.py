@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +21,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from topr.advantages import GroupMean
 from topr.datamodule import TrajectoryDataModule
+from topr.identity import policy_hash
 from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
-from topr.policy.model import LoRA, load_policy
+from topr.policy.model import LoRA, export_policy, load_policy
 from topr.runs import wandb_id
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Arithmetic
-from topr.trajectories import Trajectory, read_trajectories
+from topr.trajectories import Trajectory, read_metadata, read_trajectories
 
 UPDATES = 8  # of an epoch: 30 trajectories, 4 an update
 
@@ -202,6 +205,38 @@ def test_predict_returns_trajectories_and_writes_them_if_there_is_a_folder(
     (again,) = trainer().predict(module(), data(out=str(tmp_path / "out")))
     (file,) = (tmp_path / "out").glob("*.parquet")
     assert again == returned == read_trajectories(file)
+
+
+def test_predictions_after_training_are_of_the_trained_weights(module, data, trainer, tmp_path):
+    policy, given = module(), data(out=str(tmp_path / "base"))
+    trainer().predict(policy, given)
+    fit = trainer()
+    fit.fit(policy, given)
+    with pytest.raises(InputError, match="holds responses of another policy"):
+        trainer().predict(policy, given)
+    given.out = str(tmp_path / "trained")
+    trainer().predict(policy, given)
+    export_policy(policy.policy, tmp_path / "exported")
+    labels = []
+    for name in ("base", "trained"):
+        labels.append(read_metadata(tmp_path / name / "part-00000.parquet")["policy"])
+    assert labels == [policy_hash(given.policy), policy_hash(str(tmp_path / "exported"))]
+
+
+def test_a_folder_of_predictions_is_free_again(module, data, trainer, tmp_path):
+    trainer().predict(module(), data(out=str(tmp_path / "out")))
+    program = f"from topr.io import lock; lock({str(tmp_path / 'out')!r})"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_a_second_fit_trains_on_the_data_of_then(module, data, trainer, tmp_path, files):
+    policy, given = module(), data()
+    trainer(callbacks=[Recorder()]).fit(policy, given)
+    rows = make_trajectories(files / "base", count=9, seed=5)
+    given.train = str(write(tmp_path / "other.parquet", files / "base", rows))
+    Recorder.clear()
+    trainer(callbacks=[Recorder()]).fit(policy, given)
+    assert sorted(sum(trained(), [])) == list(range(9))
 
 
 def test_validate_and_test_log_their_figures(module, data, trainer, capsys):

@@ -79,13 +79,6 @@ def test_adapters_resume_exactly(run, policy, data):
 
 
 @pytest.mark.slow
-def test_adapters_of_another_shape_do_not_resume(run, policy, data):
-    fit(run, policy, data, *LORA, "--trainer.max_steps=1")
-    more = [*LORA, "--model.lora.rank=3", "--ckpt_path=last"]
-    rejected(run, "another model.lora", *fit_arguments(policy, data, *more))
-
-
-@pytest.mark.slow
 def test_activation_checkpointing_does_not_change_updates_and_samples(
     run, policy, data, monkeypatch
 ):

@@ -177,17 +177,20 @@ def test_a_command_that_fails_leaves_what_it_printed_and_no_output(tmp_path, mon
 
 
 def test_other_code_has_other_outputs(tmp_path):
+    base = "data/arithmetic/base/model.safetensors"
     (tmp_path / "topr").mkdir()
+    (tmp_path / base).parent.mkdir(parents=True)
     hashes = []
     for name, text in [
         ("topr/a.py", "1"),
         ("README.md", ""),
         ("topr/a.pyc", ""),
         ("topr/a.py", "2"),
+        (base, "3"),
     ]:
         (tmp_path / name).write_text(text)
         hashes.append(inputs_hash(tmp_path))
-    assert hashes[0] == hashes[1] == hashes[2] != hashes[3]
+    assert hashes[0] == hashes[1] == hashes[2] != hashes[3] != hashes[4]
 
 
 @pytest.mark.slow

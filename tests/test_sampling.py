@@ -5,12 +5,12 @@ import torch
 from conftest import make_policy
 
 from topr.commands import ArgumentParser
-from topr.evaluation import SamplingJob
+from topr.evaluation.pipeline import SamplingJob
 from topr.io import InputError
 from topr.policy import Policy, load_policy
 from topr.sampling import LocalSampler, Sampler, Sampling
 from topr.sampling.base import Response
-from topr.tasks import Arithmetic, Problem
+from topr.tasks import Arithmetic, Grade, Problem
 
 PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]
 LOCAL = {"class_path": "topr.sampling.LocalSampler", "init_args": {"rows": 1}}
@@ -61,10 +61,14 @@ def test_a_response_that_was_cut_off_is_invalid_where_the_task_requires_an_end(
     problem = Problem("a", "3+4>", "7")
     job = SamplingJob(policy.name, task, [problem], 1, Sampling(max_new_tokens=9), 0)
     ids = policy.tokenizer.encode("3+4=7;#7")
-    cut = job.grade(0, Response(ids, False), policy)
+    cut = job.grade(0, Response(ids, False))
     assert (cut.valid, cut.reward) == ((False, -1) if requires_end else (True, 1))
-    ended = job.grade(0, Response([*ids, 1], True), policy)
+    ended = job.grade(0, Response([*ids, 1], True))
     assert (ended.valid, ended.reward, ended.response) == (True, 1, "3+4=7;#7")
+    job.sampling.stop = [";#7"]
+    task.grade = lambda response, gold: Grade(1.0, response == "3+4=7", None)
+    stopped = job.grade(0, Response(ids, False))
+    assert (stopped.valid, stopped.reward) == (True, 1)
 
 
 def test_samples_repeat_and_leave_the_random_state_alone(policy):

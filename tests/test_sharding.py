@@ -63,7 +63,7 @@ def command(folder, name: str, *more) -> list:
     config = ["--config", ROOT / "configs" / "arithmetic.yaml", "--trainer.max_epochs=2"]
     data = [f"--model.policy={folder / policy}", f"--data.train={folder / policy}.parquet"]
     problems = [f"--data.{split}={folder / 'problems.jsonl'}" for split in ("val", "test")]
-    sizes = ["--data.batch_size=11", "--data.microbatch_tokens=40", "--data.samples=2"]
+    sizes = ["--data.batch_size=11", "--data.microbatch_tokens=44", "--data.samples=2"]
     trainer = ["--trainer.enable_progress_bar=false", "--trainer.val_check_interval=1.0"]
     saving = [
         "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",

@@ -134,7 +134,8 @@ def test_a_damaged_file_is_rejected(tmp_path, good):
     (tmp_path / "text.parquet").write_text('{"prompt": "1"}')
     column = pq.read_metadata(good).row_group(0).column(6)  # ref_logprobs
     damaged = bytearray(content)
-    damaged[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    start = column.dictionary_page_offset or column.data_page_offset
+    damaged[start + column.total_compressed_size - 9] ^= 1
     (tmp_path / "damaged.parquet").write_bytes(damaged)
     for name, reason in {"cut": "", "text": "", "damaged": ".*CRC"}.items():
         with pytest.raises(InputError, match=f"{name}.parquet cannot be read {reason}"):
@@ -145,6 +146,9 @@ def test_missing_metadata_are_unknown_and_missing_rows_are_rejected(tmp_path, ta
     path = tmp_path / "a.parquet"
     check(table.replace_schema_metadata(None), path)
     assert set(read_metadata(path).values()) == {None}
+    with pytest.raises(InputError, match="a.parquet cannot be read .* sample with"):
+        check(table.replace_schema_metadata({"topr": "[1]"}), path)
+        read_metadata(path)
     with pytest.raises(InputError, match="a.parquet holds no trajectory"):
         check(table.slice(0, 0), path)
 

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
 from topr.distributed import rank, same_error_on_all_ranks, world_size
+from topr.identity import content_hash, data_hash
 from topr.io import InputError, check_folder, lock
+from topr.losses.base import Loss
 from topr.sampling.base import Sampling
 from topr.settings import save_hyperparameters
 from topr.tasks.task import Task
@@ -251,11 +253,17 @@ class TrajectoryDataModule(LightningDataModule):
             elif stage == "predict" and self.out is not None:
                 check_folder("data.out:", self.out)
                 if rank() == 0:
-                    lock(self.out)
+                    self.lock = lock(self.out)
+
+    def teardown(self, stage: str):
+        """Let other processes write to data.out again."""
+        if hasattr(self, "lock"):
+            self.lock.close()
 
     def _setup_training(self):
         """Read the training set, plan the first epoch, and say what the data are like."""
-        if self.trainer and self.trainer.lightning_module.loss.batching == "pairs" != self.batching:
+        loss = self.trainer.lightning_module.loss if self.trainer else None
+        if loss and loss.batching == "pairs" != self.batching:
             raise InputError('this loss needs pairs: give the data module batching="pairs"')
         self.data = read_training_set(
             self.train or [], self.policy, longest=self.microbatch_tokens // self.unit
@@ -263,13 +271,25 @@ class TrajectoryDataModule(LightningDataModule):
         self.plan = cache(self._plan)
         batches, advantage = self.plan(0)
         reward = self.data.reward
-        check_signs(advantage)
+        check_signs(advantage, loss)
         groups = self.data.group.max() + 1
         rank_zero_info(
             f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch: "
             f"mean reward {reward.mean():.4g}, "
             f"effective positive share {positive_share_of(advantage):.3g}"
         )
+
+    def decisive(self) -> dict:
+        """What decides the plan and the figures of a run, by content."""
+        jobs = [self.job(split) for split in ("val", "test")]
+        return {
+            "data.train": data_hash(self.data.files),
+            "data.advantage": self.advantage,
+            "data.batch_size": self.batch_size,
+            "data.batching (data.whole_groups)": self.batching,
+            "seed_everything": self.seed,
+            "data.val, data.test or the task": content_hash([job and job.metadata for job in jobs]),
+        }
 
     @property
     def unit(self) -> int:
@@ -338,15 +358,24 @@ class TrajectoryDataModule(LightningDataModule):
     def predict_dataloader(self) -> ProblemBatches:
         """A batch for each file that this rank writes."""
         job = self.job("problems")
+        if self.trainer:  # its module can hold other weights than the stored ones
+            job.metadata["policy"] = self.trainer.lightning_module.policy_hash()
         loader = ProblemBatches()
         for path, numbers in job.parts_to_write(Path(self.out) if self.out else None):
             loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens))
         return loader
 
 
-def check_signs(advantage: np.ndarray):
-    """Say where advantages of one sign, or none, leave nothing to learn."""
-    if not advantage.any():
+def check_signs(advantage: np.ndarray, loss: Loss | None):
+    """Say where a loss would misunderstand the signs of advantages, or learn from one sign only."""
+    zeros = int((advantage == 0).sum())
+    if loss and loss.sees_signs_only and zeros:
+        raise InputError(
+            f"data.train: {zeros} of {len(advantage)} advantages are 0, but "
+            f"{type(loss).__name__} sees their signs only",
+            "for rewards 0 and 1 set data.advantage.c to 0.5",
+        )
+    if zeros == len(advantage):
         raise InputError(
             "data.train: every advantage is 0, so there is nothing to learn",
             "sample more, or change data.advantage",

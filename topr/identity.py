@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from topr.io import explained
+from topr.io import InputError, explained
 from topr.policy.files import load_config, load_generation_config, load_tokenizer, resolve_policy
-from topr.settings import describe
+from topr.settings import describe, plain
 
 # keys of configs that say where and with what a policy was saved, not what it computes
 UNRELATED = ["_name_or_path", "_from_model_config", "transformers_version", "dtype", "torch_dtype"]
@@ -77,19 +77,23 @@ def policy_hash(policy: str) -> str:
     return _stored_policy_hash(policy, states)
 
 
-@lru_cache(maxsize=16)  # 8 billion weights take seconds
-def _stored_policy_hash(policy: str, states: tuple[int, ...]) -> str:
-    tensors = {}
-    with explained(f"policy {policy!r}: its weights cannot be read"):
-        for path in resolve_policy(policy).glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    tensors[name] = tensor_hash(file.get_tensor(name))
+def weights_hash(policy: str, weights: dict[str, Tensor]) -> str:
+    """`policy_hash` of a stored policy with other weights, such as those in training."""
+    tensors = {name: tensor_hash(weight) for name, weight in weights.items()}
     configs = []
     for config in (load_config(policy), load_generation_config(policy)):
         entries = config.to_dict().items()
         configs.append({key: value for key, value in entries if key not in UNRELATED})
     return content_hash(sorted(tensors.items()), configs, tokenizer_hash(load_tokenizer(policy)))
+
+
+@lru_cache(maxsize=16)  # 8 billion weights take seconds
+def _stored_policy_hash(policy: str, states: tuple[int, ...]) -> str:
+    weights: dict[str, Tensor] = {}
+    with explained(f"policy {policy!r}: its weights cannot be read"):
+        for path in resolve_policy(policy).glob("*.safetensors"):
+            weights |= load_file(path)  # mapped into memory
+    return weights_hash(policy, weights)
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -103,3 +107,37 @@ def provenance(name: str, precision: str, **more) -> dict:
     `trajectories.file.METADATA_KEYS`."""
     identity = {"tokenizer": tokenizer_hash(load_tokenizer(name)), "policy": policy_hash(name)}
     return {**identity, "precision": precision, **more}
+
+
+def decisive(module) -> dict:
+    """What decides the updates and the figures of a module's run, by content."""
+    names = ("loss", "lora", "optimizer", "lr_scheduler", "gradient_clip_val")
+    found = {f"model.{name}": plain(getattr(module, name)) for name in names}
+    found["model.policy"] = policy_hash(module.policy_name)
+    found["trainer.precision"] = str(module.trainer.precision)
+    data = module.trainer.datamodule
+    return found | plain(data.decisive()) if data else found
+
+
+def check_unchanged(module, before: dict):
+    """Raise an InputError if a resumed run would go on with other data or settings."""
+    now = decisive(module)
+    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    if changed:
+        path = module.trainer.ckpt_path
+        raise InputError(
+            f"{path} is of a run with another {', '.join(changed)}",
+            f"restore it, or start a new run from these weights with --model.weights {path} "
+            "in place of --ckpt_path",
+        )
+
+
+def check_fit(module, checkpoint: dict, path):
+    """Raise an InputError unless a checkpoint holds what a module trains, all of it."""
+    lora = checkpoint["hyper_parameters"]["lora"]
+    if lora != plain(module.lora):
+        raise InputError(f"{path} was written with model.lora {lora}", "set it so")
+    own = module.kept_weights()
+    stored = checkpoint.get("state_dict", own)  # none: it is sharded, and torch compares
+    if {key: own[key].shape for key in own} != {key: stored[key].shape for key in stored}:
+        raise InputError(f"{path} is of a model.policy of another shape", "name that one")

@@ -4,6 +4,7 @@ Shapes: B trajectories of a micro-batch, N sampled tokens of all B.
 """
 
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topr.batching import MicroBatch, Update
 from topr.datamodule import ProblemBatch
+from topr.distributed import gather, same_error_on_all_ranks
+from topr.identity import check_fit, check_unchanged, decisive, policy_hash, weights_hash
 from topr.io import InputError, explained
 from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
@@ -50,6 +53,7 @@ class PolicyModule(LightningModule):
         gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
         activation_checkpointing: recompute activations in the backward instead of keeping them:
             less memory, a third more time.
+        weights: a checkpoint, one file, whose weights replace the policy's own before training.
         threads: CPU threads of torch; a tiny model is fastest with 1. None: torch's choice.
         lr_scheduler: a torch scheduler that needs no metric, stepped after each update.
     """
@@ -66,6 +70,7 @@ class PolicyModule(LightningModule):
         lora: LoRA | None = None,
         gradient_clip_val: NonNegativeFloat | None = 1.0,
         activation_checkpointing: bool = False,
+        weights: str | None = None,
         threads: PositiveInt | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
     ):
@@ -80,6 +85,7 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.gradient_clip_val = gradient_clip_val
         self.activation_checkpointing = activation_checkpointing
+        self.weights = weights
         self.lr_scheduler = lr_scheduler
         self.automatic_optimization = False
         self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
@@ -117,6 +123,11 @@ class PolicyModule(LightningModule):
 
             mesh = mesh["data_parallel"]
             self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16)
+        if self.weights is not None:
+            with explained(f"model.weights: {self.weights} is not a checkpoint in one file"):
+                checkpoint = torch.load(self.weights, map_location="cpu", weights_only=True)
+                check_fit(self, checkpoint, self.weights)
+                self.load_state_dict(checkpoint["state_dict"], strict=self.strict_loading)
         self.policy.train()
         if bfloat16 and torch.cuda.is_available():
             # the head's float32 products in TF32: 8 times as precise as bfloat16, and fast
@@ -131,6 +142,23 @@ class PolicyModule(LightningModule):
         if self.activation_checkpointing:
             policy.model.activation_checkpointing_enable({"use_reentrant": False})
 
+    def kept_weights(self):
+        """The weights that a checkpoint holds: all, or the adapters alone."""
+        weights = self.state_dict()
+        if self.lora is None:
+            return weights
+        trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
+        return {name: weights[name] for name in trained}
+
+    def policy_hash(self) -> str:
+        """Identity of the weights that this module holds now. All ranks must call."""
+        if self.weights is None and self.max_abs_log_ratio is None:  # no update yet
+            return policy_hash(self.policy_name)
+        from topr.policy.sharding import full_state_dict
+
+        weights = full_state_dict(self.policy)  # on rank 0 alone
+        return gather(weights_hash(self.policy_name, weights))[0]
+
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
@@ -138,6 +166,7 @@ class PolicyModule(LightningModule):
         what = "model.optimizer or model.lr_scheduler does not take its arguments"
         with explained(what, (TypeError, ValueError)):
             optimizer = self.optimizer(self.trained_parameters())
+            signature(optimizer.step).bind()  # a TypeError if it needs a closure
             if self.lr_scheduler is None:
                 return optimizer
             return [optimizer], [self.lr_scheduler(optimizer)]
@@ -192,8 +221,9 @@ class PolicyModule(LightningModule):
         data = getattr(self.trainer.train_dataloader, "data", None)
         check_finite(columns, norm, self.global_step + 1, data)
         if self.max_abs_log_ratio is None:
+            policy = self.policy_hash()
             self.max_abs_log_ratio = float(np.abs(columns["log_ratio"]).max())
-            check_start(columns, str(self.trainer.precision), data)
+            check_start(columns, str(self.trainer.precision), data, policy)
 
     def log_update(self, columns: Columns, more: dict[str, float]):
         """Log the figures of an update, which are the same on all ranks."""
@@ -280,15 +310,19 @@ class PolicyModule(LightningModule):
             "validated": self.validated,
             "validation_due": bool(due and self.validated[0] < self.global_step),
             "max_abs_log_ratio": self.max_abs_log_ratio,
+            "decisive": decisive(self),
         }
         # reading a sharded checkpoint needs every weight of the model
         if self.lora is not None and self.device_mesh is None:
-            weights = checkpoint["state_dict"]
-            trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
-            checkpoint["state_dict"] = {name: weights[name] for name in trained}
+            checkpoint["state_dict"] = self.kept_weights()
 
     def on_load_checkpoint(self, checkpoint):
         state = checkpoint["topr"]
+        if self._trainer is not None:
+            with same_error_on_all_ranks():
+                check_fit(self, checkpoint, self.trainer.ckpt_path)
+                if self.trainer.state.fn == "fit":
+                    check_unchanged(self, state["decisive"])
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]
@@ -311,6 +345,8 @@ def check_trainer(trainer):
         message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
     elif isinstance(trainer.accelerator, MPSAccelerator):
         message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"
+    elif torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2:  # an error
+        message = "deterministic is true, which a GPU's sampling cannot be; set it to warn"
     elif precision not in ("32-true", "bf16-mixed"):
         message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
     if message:

@@ -6,29 +6,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from jsonargparse import dict_to_namespace
 from lightning.pytorch.loggers import CSVLogger
 
 from topr.checkpoints import newest
-from topr.io import InputError, check_folder
+from topr.io import check_folder
 
-# a resumed run keeps these settings
-DECISIVE = [
-    "model.policy",
-    "model.task",
-    "model.loss",
-    "model.lora",
-    "model.optimizer",
-    "model.lr_scheduler",
-    "model.gradient_clip_val",
-    "data.train",
-    "data.advantage",
-    "data.batch_size",
-    "data.whole_groups",
-    "seed_everything",
-    "trainer.precision",
-]
 FOLDER_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # which write to save_dir/name/version
 UNNAMED = (None, "lightning_logs")
 
@@ -92,20 +74,6 @@ class Run:
                 kept = [row for row in rows if int(row["step"]) < self.updates]
                 logger.experiment.metrics = kept
                 logger.save()
-
-    def check_unchanged(self, config: str):
-        """Raise an InputError if this configuration, as YAML, is not that of the run's folder."""
-        path = self.folder / "config.yaml"
-        if not path.is_file():  # killed before it was written
-            return
-        before = dict_to_namespace(yaml.safe_load(path.read_text()))
-        now = dict_to_namespace(yaml.safe_load(config))
-        for key in DECISIVE:
-            if before.get(key) != now.get(key):
-                raise InputError(
-                    f"{self.folder} is a run with another {key} (see its config.yaml)",
-                    "restore it, or set another trainer.logger.init_args.name",
-                )
 
 
 def new_run(config) -> Run:

@@ -86,17 +86,18 @@ def check_finite(columns: Columns, norm: float, update: int, data):
             )
 
 
-def check_start(columns: Columns, precision: str, data):
+def check_start(columns: Columns, precision: str, data, policy_hash: str):
     """Before the first update log pi must equal log mu where a file says that this very policy
     sampled it; of another policy, the distribution of h is reported.
 
     Args:
         precision: of training.
         data: the `TrainingSet`; without one, nothing is known about the sampling policy.
+        policy_hash: of the policy that starts training.
     """
     if data is None:
         return
-    own = data.sampled_by_policy(columns["trajectory"])
+    own = data.sampled_by(policy_hash, columns["trajectory"])
     if not own.all():
         low, middle, high = np.quantile(columns["log_ratio"][~own], [0, 0.5, 1])
         rank_zero_info(

@@ -11,7 +11,7 @@ from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_cont
 from topr.policy.model import Policy
 from topr.sampling.base import Response, Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task, before
-from topr.trajectories.file import Trajectory, read_metadata, read_trajectories
+from topr.trajectories.file import Trajectory, read_metadata, read_trajectories, write_trajectories
 
 PART = 32  # problems whose responses are sampled together and written as one file
 
@@ -35,6 +35,7 @@ class SamplingJob:
     def __post_init__(self):
         tokenizer = load_tokenizer(self.policy)
         _, context = vocabulary_and_context(self.policy)
+        self.ids = [problem.id for problem in self.problems]
         self.prompts = []  # text and token ids, of each problem
         for problem in self.problems:
             text, ids = encode_prompt(self.task.prompt(problem, tokenizer), tokenizer)
@@ -54,31 +55,42 @@ class SamplingJob:
             "samples": self.samples,
             "seed": self.seed,
             # the instruction, the worked examples and the template decide responses, too
-            "problems": content_hash(self.problems, self.prompts),
-            "grader": grader_hash(self.task),
+            "problems": content_hash(self.ids, self.prompts),
+            "grader": content_hash(
+                grader_hash(self.task), [problem.gold for problem in self.problems]
+            ),
         }
         return provenance(
             self.policy, self.precision, task=self.task.name, sampling=sampling, iteration=0
         )
 
+    @property
+    def responses_hash(self) -> str:
+        """Equal hashes stand for equal responses."""
+        return content_hash(ungraded(self.metadata))
+
     def parts_to_write(self, folder: Path | None) -> list[tuple[Path | None, list[int]]]:
         """The files that this rank shall write, each with the numbers of its `PART` problems.
 
         Each rank has equally many, some of them without problems: ranks of sharded policies need
-        each other. Without a folder, nothing is written.
+        each other. Without a folder, nothing is written. Files that another grader has graded are
+        graded again.
 
         Raises:
             InputError: the folder holds another job's files.
         """
-        written = list(folder.glob("*.parquet")) if folder else []
+        written = sorted(folder.glob("*.parquet")) if folder else []
         with same_error_on_all_ranks():
             for path in written:
                 found = read_metadata(path)
-                if found | self.metadata != found:
+                if ungraded(found) != ungraded(self.metadata):
                     raise InputError(
-                        f"{path} holds trajectories of another policy, task, sampling or problems",
+                        f"{path} holds responses of another policy, to other problems or with "
+                        "other sampling parameters",
                         "name another folder",
                     )
+                if found | self.metadata != found and rank() == 0:
+                    self.grade_again(path)
         missing = []
         numbers = list(range(len(self.problems)))
         for start in range(0, len(numbers), PART):
@@ -100,19 +112,32 @@ class SamplingJob:
         )
         trajectories = []
         for number, responses in zip(numbers, sampled, strict=True):
-            trajectories += [self.grade(number, response, policy) for response in responses]
+            trajectories += [self.grade(number, response) for response in responses]
         return trajectories
 
-    def grade(self, number: int, response: Response, policy: Policy) -> Trajectory:
+    def grade_again(self, path: Path):
+        """Replace the grades of a file of this job."""
+        trajectories = []
+        for row in read_trajectories(path):
+            response = Response(row.response_ids, row.finished)
+            graded = self.grade(self.ids.index(row.prompt_id), response)
+            graded.ref_logprobs = row.ref_logprobs
+            trajectories.append(graded)
+        write_trajectories(path, trajectories, self.metadata)
+        print(f"{path} has another grader's grades: graded again")
+
+    def grade(self, number: int, response: Response) -> Trajectory:
         """The trajectory of a response to the problem of this number."""
         problem = self.problems[number]
         prompt, prompt_ids = self.prompts[number]
         ids, finished = response
         # special tokens before the end stay in the text: they make an answer wrong
-        text = policy.tokenizer.decode(ids[:-1] if finished else ids)
+        text = load_tokenizer(self.policy).decode(ids[:-1] if finished else ids)
+        said = before(text, self.sampling.stop)
         grade = Grade(reward=-1.0, valid=False, answer=None)
-        if finished or not self.task.requires_end:
-            grade = self.task.grade(before(text, self.sampling.stop), problem.gold)
+        # a response has ended at a stop string, too
+        if finished or said != text or not self.task.requires_end:
+            grade = self.task.grade(said, problem.gold)
         return Trajectory(
             prompt_id=problem.id,
             group=problem.id,
@@ -125,6 +150,12 @@ class SamplingJob:
             gold=problem.gold,
             **grade._asdict(),
         )
+
+
+def ungraded(metadata: dict) -> dict:
+    """The metadata that decide responses, without those that decide grades only."""
+    sampling = (metadata["sampling"] or {}) | {"grader": None}
+    return metadata | {"sampling": sampling, "task": None, "schema": None}
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

@@ -32,10 +32,12 @@ class Loss(Configurable, ABC):
 
     `batching` says what must lie in one batch: `trajectories` in any order, or `pairs` of a
     positive and a negative of one prompt, neighbours in this order. Except for pairs, the loss of
-    a trajectory depends on that trajectory and its advantage alone.
+    a trajectory depends on that trajectory and its advantage alone. A loss with `sees_signs_only`
+    takes no notice of the size of advantages, so none may be 0.
     """
 
     batching: Literal["trajectories", "pairs"] = "trajectories"
+    sees_signs_only = False
 
     @abstractmethod
     def __call__(

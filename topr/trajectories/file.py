@@ -26,7 +26,7 @@ class Trajectory:
     prompt_ids: list[int]
     response: str
     response_ids: list[int]  # all ids after the prompt, with the sampled end token
-    ref_logprobs: list[float]  # log mu of each response id, temperature 1, full vocabulary
+    ref_logprobs: list[float]  # log mu of each response id, temperature 1, full vocabulary; or []
     reward: float
     finished: bool  # the end token was sampled
     valid: bool | None = None
@@ -115,7 +115,7 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
     marked = pc.list_value_length(table["sampled"]).to_numpy()
     conversation = marked >= 0  # NaN if all tokens were sampled
-    uneven = (response != scored) | conversation & (response != marked)
+    uneven = (scored > 0) & (response != scored) | conversation & (response != marked)
     unsampled = ~_outside(table["sampled"], 0, 0)
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from topr.distributed import rank
-from topr.identity import data_hash, policy_hash, tokenizer_hash
+from topr.identity import data_hash, tokenizer_hash
 from topr.io import InputError, explained
 from topr.policy.files import load_tokenizer, vocabulary_and_context
 from topr.trajectories.file import SCHEMA, read_metadata, read_table, resolve_files
@@ -26,9 +26,10 @@ class TrainingSet:
     files: list[str]
     metadata: list[dict]  # of each file
     rows: Any  # the training columns, a memory-mapped `datasets.Dataset` in Arrow format
-    policy_hash: str  # of the policy that starts training
 
     def __post_init__(self):
+        from pandas import MultiIndex  # here: `--help` needs no pandas
+
         table = self.rows.data.table
         prompts = table["prompt_ids"]
         prompt_length = pc.list_value_length(prompts)
@@ -36,10 +37,14 @@ class TrainingSet:
         sizes = np.stack((prompt_index(prompts), prompt_length, response_length))
         self.sizes = sizes.astype(np.int32)  # see `batching.arrange`
         self.reward = table["reward"].to_numpy()
-        # combined first: otherwise each chunk would get a dictionary of its own
-        self.group = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
         rows_of_files = [pq.read_metadata(path).num_rows for path in self.files]
         self.file = np.repeat(np.arange(len(self.files)), rows_of_files)  # number of each row's
+        # a group is one prompt, sampled by one policy in one iteration
+        origins = [(entry["policy"], entry["iteration"]) for entry in self.metadata]
+        origin = np.array([origins.index(one) for one in origins])[self.file]
+        # combined first: otherwise each chunk would get a dictionary of its own
+        name = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
+        self.group = MultiIndex.from_arrays([origin, sizes[0], name]).factorize()[0]
         self.in_float32 = all(entry["precision"] == "32-true" for entry in self.metadata)
 
     def place(self, trajectory: int) -> str:
@@ -48,9 +53,9 @@ class TrainingSet:
         row = trajectory - np.argmax(self.file == file)
         return f"row {row} of {self.files[file]}"
 
-    def sampled_by_policy(self, trajectory: np.ndarray) -> np.ndarray:
-        """Whether their files say that the policy that starts training sampled trajectories."""
-        own = [metadata["policy"] == self.policy_hash for metadata in self.metadata]
+    def sampled_by(self, policy_hash: str, trajectory: np.ndarray) -> np.ndarray:
+        """Whether their files say that this policy sampled trajectories."""
+        own = [metadata["policy"] == policy_hash for metadata in self.metadata]
         return np.array(own)[self.file[trajectory]]
 
 
@@ -76,8 +81,13 @@ def read_training_set(train: str | list[str], policy: str, longest: int) -> Trai
                 "train a policy with that tokenizer or import the text again",
             )
         if rank() == 0:
-            read_table(path, vocabulary, min(longest, context))  # checks every row
-    return TrainingSet(files, metadata, map_rows(files), policy_hash(policy))
+            table = read_table(path, vocabulary, min(longest, context))  # checks every row
+            if pc.min(pc.list_value_length(table["ref_logprobs"])).as_py() == 0:
+                raise InputError(
+                    f"{path} holds responses without log-probs",
+                    "let evaluate.py write it with --log_probs true",
+                )
+    return TrainingSet(files, metadata, map_rows(files))
 
 
 def map_rows(files: list[str]):

@@ -1,0 +1,333 @@
+"""One thing changes between two commands: what depends on it is computed again, all else is kept,
+and what does not fit together is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_policy, make_trajectories, rejected, write
+from safetensors.torch import load_file
+
+import evaluate
+import train
+from topr.datamodule import TrajectoryDataModule
+from topr.identity import policy_hash
+from topr.tasks import Arithmetic
+from topr.trajectories import read_metadata, read_trajectories
+from topr.trajectories.__main__ import main as trajectories
+from topr.trajectories.curate import curate
+
+PARITY = """
+from topr.tasks import Grade, Task
+
+
+class Parity(Task):
+    def grade(self, response, gold):
+        right = len(response) % 2 {operator} 0
+        return Grade(1.0 if right else -1.0, True, None)
+"""
+CHECKPOINT = "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint"
+FEW = ["--data.batch_size=8", "--trainer.enable_progress_bar=false", CHECKPOINT]
+FEW += ["--trainer.callbacks.init_args.every_n_train_steps=1"]
+OPTIMIZER = "--model.optimizer"
+
+
+@pytest.fixture
+def task(run, monkeypatch):
+    """Writes my_task.py, as a user does, with an operator; the next command imports it anew."""
+    monkeypatch.syspath_prepend(run.folder)
+
+    def task(operator):
+        Path("my_task.py").write_text(PARITY.format(operator=operator))
+        sys.modules.pop("my_task", None)
+
+    yield task
+    sys.modules.pop("my_task", None)
+
+
+def succeed(run, main, *arguments) -> str:
+    code, out, err = run(main, *arguments)
+    assert code == 0, err
+    return out
+
+
+def grades(folder: Path) -> tuple[list, list]:
+    """What decides a response and its scores, and its reward, of all files."""
+    rows = []
+    for path in sorted(folder.glob("*.parquet")):
+        rows += read_trajectories(path)
+    kept = [(row.prompt_id, row.response_ids, row.ref_logprobs, row.finished) for row in rows]
+    return kept, [row.reward for row in rows]
+
+
+def test_a_changed_grader_grades_kept_responses_again(run, tiny, task):
+    _, arguments = tiny
+    predict = ["predict", *arguments, "--model.task=my_task.Parity", "--data.out=out"]
+    task("==")
+    succeed(run, train.main, *predict)
+    kept, before = grades(Path("out"))
+    task("!=")
+    assert "graded again" in succeed(run, train.main, *predict)
+    assert grades(Path("out")) == (kept, [-reward for reward in before])
+    assert len(set(before)) == 2
+    assert "graded again" not in succeed(run, train.main, *predict)
+
+
+def test_a_changed_grader_changes_an_evaluation(run, tiny, task):
+    policy, _ = tiny
+    command = ["--policy", policy, "--benchmark", "my_task.Parity=problems.jsonl"]
+    command += ["--samples", 4, "--max_new_tokens", 8, "--out", "out"]
+    shares = []
+    for operator in ("==", "!="):
+        task(operator)
+        succeed(run, evaluate.main, *command)
+        results = json.loads(Path("out/results.json").read_text())
+        shares.append(results[str(policy)]["my_task.Parity"]["pass@1"]["mean"])
+    assert shares[0] == pytest.approx(1 - shares[1]) != shares[1]
+    assert len(list(Path("out").glob("responses/*/*.parquet"))) == 1
+
+
+def test_a_changed_gold_answer_is_graded_again(run, tiny):
+    _, arguments = tiny
+    predict = ["predict", *arguments, "--data.out=out"]
+    succeed(run, train.main, *predict)
+    kept, _ = grades(Path("out"))
+    problems = Path("problems.jsonl")
+    problems.write_text(problems.read_text().replace('"gold": "3"', '"gold": "4"'))
+    succeed(run, train.main, *predict)
+    assert grades(Path("out"))[0] == kept
+    golds = {row.prompt: row.gold for row in read_trajectories("out/part-00000.parquet")}
+    assert golds["2+1>"] == "4" and golds["1+1>"] == "2"
+
+
+@pytest.fixture
+def sources(tmp_path, policy):
+    """Four files in which the groups have the same names: prompts, policies, iterations differ."""
+    rows = make_trajectories(policy, 8)
+    files = [write(tmp_path / "first.parquet", policy, rows)]
+    prompts = make_trajectories(policy, 8, seed=1)
+    files.append(write(tmp_path / "prompts.parquet", policy, prompts))
+    files.append(write(tmp_path / "policy.parquet", policy, rows, policy="another"))
+    files.append(write(tmp_path / "iteration.parquet", policy, rows, iteration=3))
+    return list(map(str, files))
+
+
+def groups(policy, files) -> list[list[int]]:
+    """The rows of each group of a training set."""
+    data = TrajectoryDataModule(str(policy), Arithmetic(), train=files)
+    data.setup("fit")
+    count = data.data.group.max() + 1
+    return [np.flatnonzero(data.data.group == number).tolist() for number in range(count)]
+
+
+def test_a_group_is_one_prompt_one_policy_one_iteration(policy, sources, tmp_path):
+    expected = [list(range(start, start + 4)) for start in range(0, 32, 4)]
+    assert groups(policy, sources) == expected
+    curate("uniform", sources, tmp_path / "kept.parquet", budget=4)
+    assert groups(policy, [str(tmp_path / "kept.parquet")]) == expected
+    curate("uniform", sources, tmp_path / "fewer.parquet", budget=3)
+    assert list(map(len, groups(policy, [str(tmp_path / "fewer.parquet")]))) == [3] * 8
+    again = [
+        sources[0],
+        str(write(tmp_path / "again.parquet", policy, read_trajectories(sources[0]))),
+    ]
+    assert list(map(len, groups(policy, again))) == [8, 8]
+
+
+def fit(run, arguments, *more) -> str:
+    return succeed(run, train.main, "fit", *arguments, *FEW, *more)
+
+
+CHANGES = {
+    "data.batch_size": ["--data.batch_size=6"],
+    "data.batching (data.whole_groups)": ["--data.whole_groups=true"],
+    "data.advantage": ["--data.advantage=Baseline", "--data.advantage.init_args.c=0.1"],
+    "model.gradient_clip_val": ["--model.gradient_clip_val=0.5"],
+    "model.loss": ["--model.loss=topr.losses.TIS"],
+    "model.optimizer": ["--model.optimizer.init_args.lr=0.5"],
+    "seed_everything, data.val, data.test or the task": ["--seed_everything=7"],
+    "data.val, data.test or the task": ["--data.samples=2"],
+    "trainer.precision": ["--trainer.precision=bf16-mixed"],
+}
+
+
+@pytest.fixture
+def stopped(run, tiny):
+    """A run that has made one update, and its checkpoint."""
+    _, arguments = tiny
+    fit(run, arguments, "--trainer.max_steps=1")
+    (checkpoint,) = Path("runs/arithmetic/version_0/checkpoints").glob("*.ckpt")
+    Path("runs/arithmetic/version_0/summary.json").unlink()
+    return arguments, checkpoint
+
+
+def test_a_run_does_not_go_on_with_other_settings(run, stopped):
+    arguments, checkpoint = stopped
+    config = Path("runs/arithmetic/version_0/config.yaml")
+    before = config.read_text()
+    for name, change in CHANGES.items():
+        for where in ("last", checkpoint):
+            words = f"of a run with another {name}"
+            given = ["fit", *arguments, *FEW, *change, f"--ckpt_path={where}"]
+            sentence = rejected(run, words, *given)
+            assert f"--model.weights {checkpoint}" in sentence
+    assert config.read_text() == before
+    assert "resuming" in fit(run, arguments, "--ckpt_path=last", "--trainer.max_steps=2")
+    assert config.read_text() != before
+
+
+def test_a_run_does_not_go_on_with_other_data(run, stopped, tiny):
+    arguments, _ = stopped
+    policy, _ = tiny
+    data = Path("train.parquet")
+    original = data.read_bytes()
+    write(data, policy, make_trajectories(policy, 15))
+    given = ["fit", *arguments, *FEW, "--ckpt_path=last"]
+    rejected(run, "of a run with another data.train;", *given)
+    Path("moved.parquet").write_bytes(original)  # content counts, not the name
+    assert "resuming" in fit(run, arguments, "--ckpt_path=last", "--data.train=moved.parquet")
+
+
+def test_a_run_does_not_go_on_with_another_policy_or_problems(run, stopped, tiny):
+    arguments, _ = stopped
+    policy, _ = tiny
+    given = ["fit", *arguments, *FEW, "--ckpt_path=last"]
+    problems = Path("problems.jsonl")
+    lines = problems.read_text()
+    problems.write_text(lines.replace('"gold": "3"', '"gold": "4"'))
+    rejected(run, "another data.val, data.test or the task", *given)
+    problems.write_text(lines)
+    make_policy(policy, seed=1)
+    rejected(run, "another model.policy", *given)
+
+
+def test_a_new_run_starts_from_the_weights_of_a_checkpoint(run, stopped, tiny):
+    arguments, checkpoint = stopped
+    policy, _ = tiny
+    write(Path("other.parquet"), policy, make_trajectories(policy, 15))
+    still = [f"{OPTIMIZER}=torch.optim.SGD", f"{OPTIMIZER}.init_args.lr=0"]
+    more = [f"--model.weights={checkpoint}", "--data.train=other.parquet", *still]
+    fit(run, arguments, *more, "--trainer.logger.init_args.name=new")
+    exported = load_file("runs/new/version_0/policy/model.safetensors")
+    stored = torch.load(checkpoint, weights_only=True)["state_dict"]
+    for name, weight in exported.items():
+        assert torch.equal(weight, stored[f"policy.model.{name}"])
+    rejected(run, "is not a checkpoint", "fit", *arguments, *FEW, "--model.weights=train.parquet")
+
+
+def test_trajectories_are_of_the_weights_that_sampled_them(run, stopped, tiny, caplog):
+    arguments, checkpoint = stopped
+    policy, _ = tiny
+    succeed(run, train.main, "predict", *arguments, "--data.out=base")
+    given = ["predict", *arguments, f"--ckpt_path={checkpoint}"]
+    rejected(run, "holds responses of another policy", *given, "--data.out=base")
+    succeed(run, train.main, *given, "--data.out=trained")
+    (base,) = Path("base").glob("*.parquet")
+    (trained,) = Path("trained").glob("*.parquet")
+    assert read_metadata(base)["policy"] == policy_hash(str(policy))
+    exported = policy_hash("runs/arithmetic/version_0/policy")
+    assert read_metadata(trained)["policy"] == exported != policy_hash(str(policy))
+    new = ["--data.train=trained/*.parquet", "--trainer.logger.init_args.name=new"]
+    fit(run, arguments, *new, f"--model.weights={checkpoint}")
+    assert "another or an unknown policy" not in caplog.text
+    fit(run, arguments, *new)
+    assert "another or an unknown policy sampled 100%" in caplog.text
+
+
+LORA = ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--model.lora.rank=3"], ["--model.lora.alpha=3"], ["--model.lora.targets=[q_proj]"], None],
+)
+def test_adapters_are_loaded_with_their_own_settings_or_not_at_all(run, tiny, change):
+    _, arguments = tiny
+    fit(run, arguments, *LORA, "--trainer.max_steps=1")
+    (checkpoint,) = Path("runs/arithmetic/version_0/checkpoints").glob("*.ckpt")
+    given = ["test", *arguments, f"--ckpt_path={checkpoint}"]
+    rejected(run, "was written with model.lora", *given, *([*LORA, *change] if change else []))
+    succeed(run, train.main, *given, *LORA)
+
+
+def test_a_checkpoint_of_another_policy_is_not_loaded(run, stopped):
+    arguments, checkpoint = stopped
+    given = ["test", *arguments, f"--ckpt_path={checkpoint}"]
+    rejected(run, "was written with model.lora None", *given, *LORA)
+    other = make_policy(Path("wide"), intermediate_size=32)
+    rejected(run, "is of a model.policy of another shape", *given, f"--model.policy={other}")
+
+
+def test_results_are_not_replaced_without_a_word(run, tiny):
+    policy, arguments = tiny
+    Path("notes.parquet").write_text("mine")
+    Path("rows.jsonl").write_text('{"prompt": "1>", "response": "2", "reward": 1}\n')
+    commands = {
+        "import": ["rows.jsonl", f"--policy={policy}"],
+        "curate": ["uniform", "train.parquet"],
+    }
+    for name, rest in commands.items():
+        given = [name, *rest, "--out=notes.parquet"]
+        rejected(run, "--out notes.parquet exists", *given, main=trajectories)
+        assert Path("notes.parquet").read_text() == "mine"
+    succeed(run, trajectories, "curate", *commands["curate"], *given[-1:], "--overwrite=true")
+    assert len(read_trajectories("notes.parquet")) > 1
+
+    command = ["--policy", policy, "--benchmark", "arithmetic=problems.jsonl", "--out", "out"]
+    command += ["--max_new_tokens", 8, "--samples"]
+    succeed(run, evaluate.main, *command, 4)
+    results = Path("out/results.json").read_text()
+    succeed(run, evaluate.main, *command, 4)
+    assert Path("out/results.json").read_text() == results
+    rejected(run, "out holds results of other arguments", *command, 2, main=evaluate.main)
+    assert Path("out/results.json").read_text() == results
+    succeed(run, evaluate.main, *command, 2, "--overwrite", "true")
+    assert Path("out/results.json").read_text() != results
+
+
+def test_responses_are_scored_when_they_are_to_be_trained_on(run, tiny, caplog):
+    policy, arguments = tiny
+    command = ["--policy", policy, "--benchmark", "arithmetic=problems.jsonl", "--out", "out"]
+    command += ["--samples", 4, "--max_new_tokens", 8]
+    succeed(run, evaluate.main, *command)
+    train_on = ["fit", *arguments, *FEW, "--data.train=out/responses.parquet"]
+    rejected(run, "out/responses.parquet holds responses without log-probs", *train_on)
+    before = [row.response_ids for row in read_trajectories("out/responses.parquet")]
+    succeed(run, evaluate.main, *command, "--log_probs", "true")
+    rows = read_trajectories("out/responses.parquet")
+    assert [row.response_ids for row in rows] == before
+    succeed(run, train.main, *train_on, "--data.advantage.c=-2")
+    assert "another or an unknown policy" not in caplog.text
+
+
+def test_responses_of_several_tokenizers_are_not_trained_on(run, tiny):
+    policy, arguments = tiny
+    other = make_policy(Path("other"))
+    settings = json.loads((other / "tokenizer.json").read_text())
+    settings["added_tokens"][0]["lstrip"] = True
+    (other / "tokenizer.json").write_text(json.dumps(settings))
+    command = ["--policy", policy, other, "--benchmark", "arithmetic=problems.jsonl"]
+    command += ["--samples", 4, "--max_new_tokens", 8, "--log_probs", "true", "--out", "out"]
+    succeed(run, evaluate.main, *command)
+    train_on = ["fit", *arguments, *FEW, "--data.train=out/responses.parquet"]
+    rejected(run, "out/responses.parquet has another tokenizer than", *train_on)
+
+
+def test_a_loss_that_sees_signs_needs_them(run, tiny):
+    policy, arguments = tiny
+    rows = make_trajectories(policy)
+    for row in rows:
+        row.reward = float(row.reward > 0)
+    write(Path("binary.parquet"), policy, rows)
+    kto = ["--config", ROOT / "configs/loss/kto.yaml", "--data.train=binary.parquet"]
+    rejected(run, "advantages are 0, but KTO sees their signs only", "fit", *arguments, *FEW, *kto)
+    fit(run, arguments, *kto, "--data.advantage=Baseline", "--data.advantage.init_args.c=0.5")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(run, tiny):
+    _, arguments = tiny
+    words = "missing a required argument: 'closure'"
+    rejected(run, words, "fit", *arguments, *FEW, f"{OPTIMIZER}=torch.optim.LBFGS")
