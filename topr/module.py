@@ -93,6 +93,7 @@ class PolicyModule(LightningModule):
         self.validated: tuple = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
         self.limits: tuple = (None, -1)  # max_epochs and max_steps
+        self.decisive: dict = {}  # of the fit that began
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -280,6 +281,7 @@ class PolicyModule(LightningModule):
     def on_fit_start(self):
         """Lift the limits of a resumed run until Lightning has started it: it would skip one that
         has made its last update, but may still have to be validated and exported."""
+        self.decisive = decisive(self)
         loop = self.trainer.fit_loop
         self.limits = (loop.max_epochs, loop.max_steps)
         if self.trainer.ckpt_path:
@@ -310,7 +312,7 @@ class PolicyModule(LightningModule):
             "validated": self.validated,
             "validation_due": bool(due and self.validated[0] < self.global_step),
             "max_abs_log_ratio": self.max_abs_log_ratio,
-            "decisive": decisive(self),
+            "decisive": self.decisive,
         }
         # reading a sharded checkpoint needs every weight of the model
         if self.lora is not None and self.device_mesh is None:
