@@ -4,6 +4,7 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 """
 
 import gc
+import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,8 @@ from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
-from topr.io import InputError, claim
+from topr.identity import policy_hash
+from topr.io import InputError, check_folder, write_text
 from topr.policy import Policy, load_policy, load_tokenizer, own_device
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
@@ -77,9 +79,7 @@ class Evaluation:
         """Sample what is missing, then write responses, table and figure."""
         jobs = self.find_jobs()
         if rank() == 0:
-            sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
-            settings = [self.k, self.verifier, self.critiques, sampled]
-            claim(self.out, "results.json", settings, self.overwrite)
+            self.claim(jobs)
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
@@ -106,6 +106,21 @@ class Evaluation:
             write_trajectories(self.out / "responses.parquet", trajectories, metadata)
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
+
+    def claim(self, jobs: dict[tuple[str, str], SamplingJob]):
+        """Write to `out` what its results are of. An InputError if it holds results of others."""
+        verifier = self.verifier and policy_hash(self.verifier)
+        sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
+        text = json.dumps([self.k, verifier, self.critiques, sampled])
+        path = self.out / "arguments.json"
+        check_folder("--out", self.out)
+        done = (self.out / "results.json").exists() and not self.overwrite
+        if done and path.read_text() != text:
+            raise InputError(
+                f"{self.out} holds results of other policies or arguments (see {path})",
+                "name another --out, or replace them with --overwrite true",
+            )
+        write_text(path, text)
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
         """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""

@@ -50,7 +50,7 @@ class CLI(LightningCLI):
     """Lightning's command line with folders of runs, exact resumption and one-sentence errors."""
 
     trainer: Any
-    run: Run | None = None  # of fit
+    run: Any = None  # the `Run` of fit
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -142,6 +142,11 @@ class CLI(LightningCLI):
                 "resume it with --config configs/fsdp.yaml",
             )
 
+    def begin(self, trainer, _):
+        """The checkpoint, if any, has been found to fit: replace what the run had after it."""
+        self.run.keep_csv_rows(trainer.loggers, self.run.updates)
+        write_text(self.run.folder / "config.yaml", self.yaml)
+
     def _run_subcommand(self, subcommand: str):
         """Run a trainer's command. If it ends in an error before it trains, it leaves no files."""
         trainer = self.trainer
@@ -150,13 +155,8 @@ class CLI(LightningCLI):
             folder = self.run.folder
             before = {folder, *folder.rglob("*")} if folder.exists() else set()
             lock(folder)
-            self.run.keep_csv_rows(trainer.loggers)
-            # when the checkpoint has been found to fit
-            trainer.callbacks.append(
-                LambdaCallback(
-                    on_fit_start=lambda *_: write_text(folder / "config.yaml", self.yaml)
-                )
-            )
+            self.run.keep_csv_rows(trainer.loggers, float("inf"))
+            trainer.callbacks.append(LambdaCallback(on_fit_start=self.begin))
         try:
             super()._run_subcommand(subcommand)
         except (Exception, CheckpointException) as error:

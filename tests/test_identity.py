@@ -148,8 +148,8 @@ CHANGES = {
     "model.gradient_clip_val": ["--model.gradient_clip_val=0.5"],
     "model.loss": ["--model.loss=topr.losses.TIS"],
     "model.optimizer": ["--model.optimizer.init_args.lr=0.5"],
-    "seed_everything, data.val, data.test or the task": ["--seed_everything=7"],
-    "data.val, data.test or the task": ["--data.samples=2"],
+    "seed_everything, data.val, data.test, data.sampling or the task": ["--seed_everything=7"],
+    "data.val, data.test, data.sampling or the task": ["--data.samples=2"],
     "trainer.precision": ["--trainer.precision=bf16-mixed"],
 }
 
@@ -198,10 +198,38 @@ def test_a_run_does_not_go_on_with_another_policy_or_problems(run, stopped, tiny
     problems = Path("problems.jsonl")
     lines = problems.read_text()
     problems.write_text(lines.replace('"gold": "3"', '"gold": "4"'))
-    rejected(run, "another data.val, data.test or the task", *given)
+    rejected(run, "another data.val, data.test, data.sampling or the task", *given)
     problems.write_text(lines)
     make_policy(policy, seed=1)
     rejected(run, "another model.policy", *given)
+
+
+def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypatch):
+    _, arguments = tiny
+    monkeypatch.syspath_prepend(run.folder)
+    own = ["--model.loss=my_loss.Own", "--data.advantage=my_loss.Sign"]
+    code = Path("my_loss.py")
+    code.write_text(
+        "from topr.advantages import Baseline\nfrom topr.losses import TOPR\n"
+        "class Own(TOPR):\n    factor = 1\nclass Sign(Baseline):\n    pass\n"
+    )
+    fit(run, arguments, *own, "--trainer.max_steps=1")
+    given = ["fit", *arguments, *FEW, *own, "--ckpt_path=last"]
+    code.write_text(code.read_text().replace("factor = 1", "factor = 3"))
+    rejected(run, "of a run with another model.loss, data.advantage;", *given)
+    sys.modules.pop("my_loss")
+
+
+def test_a_refused_run_keeps_what_it_logged(run, tiny):
+    _, arguments = tiny
+    csv = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]
+    csv += ["--trainer.logger.name=csv", "--trainer.max_steps=2"]
+    fit(run, arguments, *csv)
+    rows = Path("runs/csv/version_0/metrics.csv").read_text()
+    given = ["fit", *arguments, *FEW, *csv, "--ckpt_path=last", f"{OPTIMIZER}.init_args.lr=1"]
+    code, _, error = run(train.main, *given)
+    assert code == 2 and "of a run with another model.optimizer" in error
+    assert Path("runs/csv/version_0/metrics.csv").read_text() == rows
 
 
 def test_a_new_run_starts_from_the_weights_of_a_checkpoint(run, stopped, tiny):
@@ -216,6 +244,15 @@ def test_a_new_run_starts_from_the_weights_of_a_checkpoint(run, stopped, tiny):
     for name, weight in exported.items():
         assert torch.equal(weight, stored[f"policy.model.{name}"])
     rejected(run, "is not a checkpoint", "fit", *arguments, *FEW, "--model.weights=train.parquet")
+    given = ["fit", *arguments, *FEW, *more, f"--model.weights={exported_checkpoint()}"]
+    given += ["--trainer.logger.init_args.name=new", "--ckpt_path=last"]
+    rejected(run, "of a run with another model.weights", *given)
+
+
+def exported_checkpoint() -> Path:
+    """The last checkpoint of the run `new`."""
+    (path,) = Path("runs/new/version_0/checkpoints").glob("*.ckpt")
+    return path
 
 
 def test_trajectories_are_of_the_weights_that_sampled_them(run, stopped, tiny, caplog):
@@ -251,6 +288,8 @@ def test_adapters_are_loaded_with_their_own_settings_or_not_at_all(run, tiny, ch
     given = ["test", *arguments, f"--ckpt_path={checkpoint}"]
     rejected(run, "was written with model.lora", *given, *([*LORA, *change] if change else []))
     succeed(run, train.main, *given, *LORA)
+    make_policy(tiny[0], seed=1, scale=0.5)
+    rejected(run, "holds adapters of another model.policy", *given, *LORA)
 
 
 def test_a_checkpoint_of_another_policy_is_not_loaded(run, stopped):
@@ -282,7 +321,7 @@ def test_results_are_not_replaced_without_a_word(run, tiny):
     results = Path("out/results.json").read_text()
     succeed(run, evaluate.main, *command, 4)
     assert Path("out/results.json").read_text() == results
-    rejected(run, "out holds results of other arguments", *command, 2, main=evaluate.main)
+    rejected(run, "out holds results of other policies", *command, 2, main=evaluate.main)
     assert Path("out/results.json").read_text() == results
     succeed(run, evaluate.main, *command, 2, "--overwrite", "true")
     assert Path("out/results.json").read_text() != results

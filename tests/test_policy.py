@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from topr.batching import pack
-from topr.identity import grader_hash, policy_hash, tokenizer_hash
+from topr.identity import policy_hash, source_hash, tokenizer_hash
 from topr.io import InputError
 from topr.policy import encode_prompt, export_policy, load_policy, load_tokenizer, resolve_policy
 from topr.policy.sharding import full_state_dict
@@ -243,20 +243,20 @@ def test_a_graders_hash_follows_its_source_files_and_settings(tmp_path, monkeypa
     path.write_text(GRADER)
     table.write_text("kg")
     task = importlib.import_module("my_grader").Mine
-    before = grader_hash(task())
-    assert before == grader_hash(task(limit=1)) != grader_hash(task(limit=2))
+    before = source_hash(task())
+    assert before == source_hash(task(limit=1)) != source_hash(task(limit=2))
     path.write_text(GRADER.replace("[:self", "[-self"))
-    changed = grader_hash(task())
+    changed = source_hash(task())
     task.sources = [table]
-    with_table = grader_hash(task())
+    with_table = source_hash(task())
     table.write_text("g")
-    assert len({before, changed, with_table, grader_hash(task())}) == 4
+    assert len({before, changed, with_table, source_hash(task())}) == 4
 
 
 @pytest.mark.parametrize("kind", [Arithmetic, ArithmeticVerifier, GSM8K, MATH, Verifier])
 def test_equal_tasks_have_one_hash(kind):
     one, other = kind(), kind()
-    assert grader_hash(one) == grader_hash(other)
+    assert source_hash(one) == source_hash(other)
 
 
 def test_the_tokenizer_and_the_generation_config_both_end_responses(copy):

@@ -41,19 +41,20 @@ def data_hash(files: list[str]) -> str:
     return content_hash([file_hash(path) for path in files])
 
 
-def grader_hash(task) -> str:
-    """Hash of what decides a grade: the source of the task's modules and its settings."""
-    files = set(task.sources)
+def source_hash(part) -> str:
+    """Hash of what a task, a loss or an advantage computes: the source of its class's modules, its
+    `sources` if it has any, and its settings."""
+    files = set(getattr(part, "sources", []))
     sources = []
-    for kind in type(task).__mro__:
+    for kind in type(part).__mro__:
         file = getattr(sys.modules[kind.__module__], "__file__", None)
         if file:
             files.add(Path(file))
         elif kind is not object:
             sources.append(inspect.getsource(kind))  # of a notebook
     sources += sorted(map(file_hash, files))
-    settings = {name: value for name, value in vars(task).items() if name != "init_args"}
-    return content_hash(type(task).__qualname__, sources, settings)
+    settings = {name: value for name, value in vars(part).items() if name != "init_args"}
+    return content_hash(type(part).__qualname__, sources, settings)
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -111,8 +112,10 @@ def provenance(name: str, precision: str, **more) -> dict:
 
 def decisive(module) -> dict:
     """What decides the updates and the figures of a module's run, by content."""
-    names = ("loss", "lora", "optimizer", "lr_scheduler", "gradient_clip_val")
+    names = ("lora", "optimizer", "lr_scheduler", "gradient_clip_val")
     found = {f"model.{name}": plain(getattr(module, name)) for name in names}
+    found["model.loss"] = source_hash(module.loss)
+    found["model.weights"] = module.weights and file_hash(module.weights)
     found["model.policy"] = policy_hash(module.policy_name)
     found["trainer.precision"] = str(module.trainer.precision)
     data = module.trainer.datamodule
@@ -137,6 +140,9 @@ def check_fit(module, checkpoint: dict, path):
     lora = checkpoint["hyper_parameters"]["lora"]
     if lora != plain(module.lora):
         raise InputError(f"{path} was written with model.lora {lora}", "set it so")
+    of_policy = checkpoint["topr"]["decisive"].get("model.policy")
+    if lora and of_policy != policy_hash(module.policy_name):
+        raise InputError(f"{path} holds adapters of another model.policy", "name that one")
     own = module.kept_weights()
     stored = checkpoint.get("state_dict", own)  # none: it is sharded, and torch compares
     if {key: own[key].shape for key in own} != {key: stored[key].shape for key in stored}:

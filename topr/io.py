@@ -1,7 +1,6 @@
 """Errors for users, and files that are complete or absent."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -121,20 +120,6 @@ def lock(folder: StrPath) -> IO:
     for left in Path(folder).rglob(".*.tmp"):
         remove(left)
     return file
-
-
-def claim(folder: Path, results: str, arguments, overwrite: bool = False):
-    """Write to a folder what its results are of. Raises an InputError if it holds results, by the
-    name of one, of other arguments."""
-    check_folder("--out", folder)
-    text = json.dumps(arguments)
-    path = folder / "arguments.json"
-    if (folder / results).exists() and not overwrite and path.read_text() != text:
-        raise InputError(
-            f"{folder} holds results of other arguments (see {path})",
-            "give the same ones, name another --out, or replace them with --overwrite true",
-        )
-    write_text(path, text)
 
 
 def write_text(path: StrPath, text: str):

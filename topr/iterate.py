@@ -8,8 +8,6 @@ command resumes a killed one.
 
 import argparse
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,8 +18,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from topr.commands import OneSentenceErrors, command
 from topr.distributed import die_with_parent
-from topr.identity import file_hash, policy_hash
-from topr.io import claim, lock, write_text
+from topr.io import check_folder, lock, write_text
 from topr.trajectories.curate import curate
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -46,9 +43,10 @@ def make_parser() -> Parser:
 
 
 def iterate(args: argparse.Namespace, rest: list[str]):
-    """Repeat the three steps; `rest` holds the arguments of train.py."""
+    """Repeat the three steps; `rest` holds the arguments of train.py. A step that is complete finds
+    its output, and refuses one of other arguments."""
+    check_folder("--out", args.out)
     lock(args.out)
-    claim(args.out, "iteration_0", [args.seed, args.curate, args.budget, *rest, contents(rest)])
     policy: list[str] = []  # at first that of the configuration
     summaries = []
     for number in range(args.iterations):
@@ -57,35 +55,18 @@ def iterate(args: argparse.Namespace, rest: list[str]):
         common = [*rest, *policy, f"--seed_everything={seed}"]
         samples = folder / "samples"
         chosen = folder / "train.parquet"
-        if not chosen.exists():
-            # in process: a server would go on with the policy that it has
-            train("predict", *common, f"--data.out={samples}", "--model.sampler=null")
-            files = sorted(map(str, samples.glob("*.parquet")))
-            curate(args.curate, files, chosen, args.budget, seed=seed, iteration=number)
+        # in process: a server would go on with the policy that it has
+        train("predict", *common, f"--data.out={samples}", "--model.sampler=null")
+        files = sorted(map(str, samples.glob("*.parquet")))
+        curate(args.curate, files, chosen, args.budget, seed=seed, iteration=number, overwrite=True)
+        common += [f"--data.train={chosen}", "--ckpt_path=last"]
+        train("fit", *common, f"{LOGGER}.save_dir={folder}", f"{LOGGER}.name=fit")
         run = folder / "fit" / "version_0"
-        summary = run / "summary.json"
-        if not summary.exists():
-            common += [f"--data.train={chosen}", "--ckpt_path=last"]
-            train("fit", *common, f"{LOGGER}.save_dir={folder}", f"{LOGGER}.name=fit")
         policy = [f"--model.policy={run / 'policy'}"]
-        summaries.append(json.loads(summary.read_text()))
+        summaries.append(json.loads((run / "summary.json").read_text()))
         figures = pd.json_normalize(summaries).T  # a column for each iteration
         write_text(args.out / "results.csv", figures.to_csv())
         print(f"\n{figures.to_string()}\n\nThe newest policy is {run / 'policy'}", flush=True)
-
-
-def contents(arguments: list[str]) -> dict[str, str]:
-    """Hashes of the files and policies that arguments and their config files name."""
-    found = {}
-    text = " ".join(arguments)
-    for config in filter(os.path.isfile, re.findall(r"[^\s=]+\.yaml", text)):
-        text += Path(config).read_text()
-    for name in re.findall(r"[^\s='\",:\[\]]+", text):
-        if Path(name).is_file():
-            found[name] = file_hash(name)
-        elif Path(name, "config.json").is_file():
-            found[name] = policy_hash(name)
-    return found
 
 
 def train(*arguments: str):

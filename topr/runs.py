@@ -64,14 +64,15 @@ class Run:
                 for earlier in self.folder.glob("wandb/*run-*"):
                     arguments.version = wandb_id(earlier)
 
-    def keep_csv_rows(self, loggers):
-        """Keep what was logged to metrics.csv before the checkpoint: a CSVLogger starts a new
+    def keep_csv_rows(self, loggers, updates: float):
+        """Keep what was logged to metrics.csv before so many updates: a CSVLogger starts a new
         file."""
         for logger in loggers:
             file = self.folder / "metrics.csv"
             if isinstance(logger, CSVLogger) and file.exists():
                 rows = list(csv.DictReader(file.read_text().splitlines()))
-                kept = [row for row in rows if int(row["step"]) < self.updates]
+                file.unlink()  # the logger would add to it
+                kept = [row for row in rows if int(row["step"]) < updates]
                 logger.experiment.metrics = kept
                 logger.save()
 

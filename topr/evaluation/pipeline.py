@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
-from topr.identity import content_hash, grader_hash, provenance
+from topr.identity import content_hash, provenance, source_hash
 from topr.io import InputError
 from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
 from topr.policy.model import Policy
@@ -57,7 +57,7 @@ class SamplingJob:
             # the instruction, the worked examples and the template decide responses, too
             "problems": content_hash(self.ids, self.prompts),
             "grader": content_hash(
-                grader_hash(self.task), [problem.gold for problem in self.problems]
+                source_hash(self.task), [problem.gold for problem in self.problems]
             ),
         }
         return provenance(
