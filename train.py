@@ -155,7 +155,7 @@ class CLI(LightningCLI):
             folder = self.run.folder
             before = {folder, *folder.rglob("*")} if folder.exists() else set()
             lock(folder)
-            self.run.keep_csv_rows(trainer.loggers, float("inf"))
+            self.run.keep_csv_rows(trainer.loggers, sys.maxsize)
             trainer.callbacks.append(LambdaCallback(on_fit_start=self.begin))
         try:
             super()._run_subcommand(subcommand)

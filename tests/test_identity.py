@@ -90,6 +90,23 @@ def test_a_changed_grader_changes_an_evaluation(run, tiny, task):
     assert len(list(Path("out").glob("responses/*/*.parquet"))) == 1
 
 
+def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task):
+    _, arguments = tiny
+    predict = ["predict", *arguments, "--model.task=my_task.Parity", "--data.out=out"]
+    task("==")
+    code = Path("my_task.py").read_text().replace("len(response) % 2 == 0", "even(response)")
+    Path("my_task.py").write_text("from helper import even\n" + code)
+    Path("helper.py").write_text("def even(text):\n    return len(text) % 2 == 0\n")
+    succeed(run, train.main, *predict)
+    _, before = grades(Path("out"))
+    Path("helper.py").write_text("def even(text):\n    return len(text) % 2 != 0\n")
+    for name in ("my_task", "helper"):
+        sys.modules.pop(name)
+    assert "graded again" in succeed(run, train.main, *predict)
+    assert grades(Path("out"))[1] == [-reward for reward in before]
+    sys.modules.pop("helper")
+
+
 def test_a_changed_gold_answer_is_graded_again(run, tiny):
     _, arguments = tiny
     predict = ["predict", *arguments, "--data.out=out"]

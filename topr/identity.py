@@ -42,14 +42,20 @@ def data_hash(files: list[str]) -> str:
 
 
 def source_hash(part) -> str:
-    """Hash of what a task, a loss or an advantage computes: the source of its class's modules, its
-    `sources` if it has any, and its settings."""
+    """Hash of what a task, a loss or an advantage computes: the source of its class's modules, of
+    those beside them that they import, its `sources` if it has any, and its settings."""
     files = set(getattr(part, "sources", []))
     sources = []
     for kind in type(part).__mro__:
-        file = getattr(sys.modules[kind.__module__], "__file__", None)
+        module = sys.modules[kind.__module__]
+        file = getattr(module, "__file__", None)
         if file:
             files.add(Path(file))
+            for value in vars(module).values():
+                home = getattr(value, "__module__", getattr(value, "__name__", ""))
+                path = Path(getattr(sys.modules.get(home), "__file__", None) or "")
+                if path.parent == Path(file).parent:
+                    files.add(path)
         elif kind is not object:
             sources.append(inspect.getsource(kind))  # of a notebook
     sources += sorted(map(file_hash, files))

@@ -64,7 +64,7 @@ class Run:
                 for earlier in self.folder.glob("wandb/*run-*"):
                     arguments.version = wandb_id(earlier)
 
-    def keep_csv_rows(self, loggers, updates: float):
+    def keep_csv_rows(self, loggers, updates: int):
         """Keep what was logged to metrics.csv before so many updates: a CSVLogger starts a new
         file."""
         for logger in loggers:

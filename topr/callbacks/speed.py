@@ -1,7 +1,5 @@
-"""Speed and memory of training."""
+"""Speed of training, and on a GPU its memory."""
 
-import resource
-import sys
 import time
 
 import torch
@@ -48,14 +46,7 @@ class Speed(Callback):
         figures = {
             "speed/tokens_per_s": tokens / seconds,
             "speed/computed_share": computed / max(nominal, 1),
-            "speed/peak_memory_gb": peak_memory(pl_module.device) / 1e9,
         }
+        if pl_module.device.type == "cuda":
+            figures["speed/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         pl_module.log_at_update(figures)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of a GPU since the last validation, on a CPU of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
