@@ -131,6 +131,16 @@ def test_metadata_is_what_all_files_agree_on(tmp_path, policy):
         merged({}, {}, {"tokenizer": "another"})
 
 
+def test_a_group_and_its_prompt_are_told_apart(tmp_path, policy):
+    rows = make_trajectories(policy, 8)
+    for number, row in enumerate(rows):
+        row.group, row.prompt = ("1", "23+4>") if number < 4 else ("12", "3+4>")
+    file = str(write(tmp_path / "a.parquet", policy, rows))
+    curate("uniform", [file], tmp_path / "kept.parquet", budget=3)
+    kept = read_trajectories(tmp_path / "kept.parquet")
+    assert [row.group for row in kept] == ["1"] * 3 + ["12"] * 3
+
+
 def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
     files, _ = parts
     bad = make_trajectories(policy, 8)

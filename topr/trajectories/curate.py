@@ -42,7 +42,7 @@ def curate(
     check_absent(out, overwrite)
     table, metadata = read_files(files)
     rows = table.select(["reward", "group", "prompt"]).to_pandas()
-    rows["group"] += rows.pop("prompt")
+    rows["group"] = rows.groupby(["group", "prompt"]).ngroup()
     rng = np.random.default_rng(seed)
     if way == "share":
         kept = with_share(rows, share, total, rng)
