@@ -107,15 +107,15 @@ class Evaluation:
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
 
-    def claim(self, jobs: dict[tuple[str, str], SamplingJob]):
+    def claim(self, jobs):
         """Write to `out` what its results are of. An InputError if it holds results of others."""
         verifier = self.verifier and policy_hash(self.verifier)
         sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
         text = json.dumps([self.k, verifier, self.critiques, sampled])
         path = self.out / "arguments.json"
         check_folder("--out", self.out)
-        done = (self.out / "results.json").exists() and not self.overwrite
-        if done and path.read_text() != text:
+        same = path.exists() and path.read_text() == text
+        if (self.out / "results.json").exists() and not (same or self.overwrite):
             raise InputError(
                 f"{self.out} holds results of other policies or arguments (see {path})",
                 "name another --out, or replace them with --overwrite true",

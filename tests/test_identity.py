@@ -340,6 +340,8 @@ def test_results_are_not_replaced_without_a_word(run, tiny):
     assert Path("out/results.json").read_text() == results
     rejected(run, "out holds results of other policies", *command, 2, main=evaluate.main)
     assert Path("out/results.json").read_text() == results
+    Path("out/arguments.json").unlink()  # as beside results of earlier versions
+    rejected(run, "out holds results of other policies", *command, 4, main=evaluate.main)
     succeed(run, evaluate.main, *command, 2, "--overwrite", "true")
     assert Path("out/results.json").read_text() != results
 
