@@ -8,6 +8,7 @@ command resumes a killed one.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def iterate(args: argparse.Namespace, rest: list[str]):
         curate(args.curate, files, chosen, args.budget, seed=seed, iteration=number, overwrite=True)
         common += [f"--data.train={chosen}", "--ckpt_path=last"]
         train("fit", *common, f"{LOGGER}.save_dir={folder}", f"{LOGGER}.name=fit")
-        run = folder / "fit" / "version_0"
+        # a fit that made no checkpoint has started again in a folder of its own
+        run = max((folder / "fit").glob("version_*"), key=os.path.getmtime)
         policy = [f"--model.policy={run / 'policy'}"]
         summaries.append(json.loads((run / "summary.json").read_text()))
         figures = pd.json_normalize(summaries).T  # a column for each iteration
