@@ -23,7 +23,7 @@ from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
 from topr.identity import policy_hash
 from topr.io import InputError, check_folder, write_text
-from topr.policy import Policy, load_policy, load_tokenizer, own_device
+from topr.policy import Policy, load_policy, own_device
 from topr.sampling import LocalSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
@@ -127,8 +127,6 @@ class Evaluation:
         k = max(self.k, default=1)
         if k > self.samples:
             raise InputError(f"--k {k} exceeds --samples {self.samples}; raise the latter")
-        if self.verifier:
-            load_tokenizer(self.verifier)
         jobs = {}
         for policy in self.policy:
             for argument in self.benchmark:

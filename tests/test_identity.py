@@ -317,6 +317,17 @@ def test_a_checkpoint_of_another_policy_is_not_loaded(run, stopped):
     rejected(run, "is of a model.policy of another shape", *given, f"--model.policy={other}")
 
 
+@pytest.mark.parametrize("way", ["--ckpt_path", "--model.weights"])
+def test_a_checkpoint_of_an_earlier_version_is_not_trusted(run, stopped, way):
+    arguments, checkpoint = stopped
+    content = torch.load(checkpoint, weights_only=True)
+    for state in ({"validated": (-1, {})}, None):
+        content["topr"] = state
+        torch.save({key: part for key, part in content.items() if part is not None}, checkpoint)
+        given = ["fit", *arguments, *FEW, f"{way}={checkpoint}"]
+        rejected(run, f"{checkpoint} does not say what it was trained on", *given)
+
+
 def test_results_are_not_replaced_without_a_word(run, tiny):
     policy, arguments = tiny
     Path("notes.parquet").write_text("mine")

@@ -30,10 +30,26 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 # what the index of a sharded checkpoint is made of
-PLAIN = ["Metadata", "MetadataIndex", "StorageMeta", "_StorageInfo", "PosixPath", "Size"]
-PLAIN += ["TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
-PLAIN += ["TensorProperties", "_MEM_FORMAT_ENCODING", "_get_layout"]
-PLAIN += ["float32", "float64", "bfloat16", "float16", "int64", "uint8"]
+PLAIN = [
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_StorageInfo",
+    "PosixPath",
+    "Size",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+    "_get_layout",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "int64",
+    "uint8",
+]
 
 
 class PlainUnpickler(pickle.Unpickler):

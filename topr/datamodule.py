@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
 from topr.distributed import rank, same_error_on_all_ranks, world_size
-from topr.identity import content_hash, data_hash, source_hash
+from topr.identity import content_hash, source_hash
 from topr.io import InputError, check_folder, lock
 from topr.losses.base import Loss
 from topr.sampling.base import Sampling
@@ -283,7 +283,7 @@ class TrajectoryDataModule(LightningDataModule):
         """What decides the plan and the figures of a run, by content."""
         jobs = [self.job(split) for split in ("val", "test")]
         return {
-            "data.train": data_hash(self.data.files),
+            "data.train": self.data.hashes,
             "data.advantage": source_hash(self.advantage),
             "data.batch_size": self.batch_size,
             "data.batching (data.whole_groups)": self.batching,

@@ -20,8 +20,14 @@ from topr.policy.files import load_config, load_generation_config, load_tokenize
 from topr.settings import describe, plain
 
 # keys of configs that say where and with what a policy was saved, not what it computes
-UNRELATED = ["_name_or_path", "_from_model_config", "transformers_version", "dtype", "torch_dtype"]
-UNRELATED += ["architectures"]
+UNRELATED = [
+    "_name_or_path",
+    "_from_model_config",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+]
 
 
 def content_hash(*parts) -> str:
@@ -34,11 +40,6 @@ def file_hash(path: str | Path) -> str:
     """Hash of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-
-
-def data_hash(files: list[str]) -> str:
-    """Hash of the rows of a data set: of the bytes of its files, in their order."""
-    return content_hash([file_hash(path) for path in files])
 
 
 def source_hash(part) -> str:
@@ -143,11 +144,16 @@ def check_unchanged(module, before: dict):
 
 def check_fit(module, checkpoint: dict, path):
     """Raise an InputError unless a checkpoint holds what a module trains, all of it."""
+    before = checkpoint.get("topr", {}).get("decisive")
+    if before is None:
+        raise InputError(
+            f"{path} does not say what it was trained on: an earlier version wrote it",
+            "go on with that version, or from the policy/ folder of its run",
+        )
     lora = checkpoint["hyper_parameters"]["lora"]
     if lora != plain(module.lora):
         raise InputError(f"{path} was written with model.lora {lora}", "set it so")
-    of_policy = checkpoint["topr"]["decisive"].get("model.policy")
-    if lora and of_policy != policy_hash(module.policy_name):
+    if lora and before["model.policy"] != policy_hash(module.policy_name):
         raise InputError(f"{path} holds adapters of another model.policy", "name that one")
     own = module.kept_weights()
     stored = checkpoint.get("state_dict", own)  # none: it is sharded, and torch compares

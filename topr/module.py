@@ -319,12 +319,12 @@ class PolicyModule(LightningModule):
             checkpoint["state_dict"] = self.kept_weights()
 
     def on_load_checkpoint(self, checkpoint):
-        state = checkpoint["topr"]
         if self._trainer is not None:
             with same_error_on_all_ranks():
                 check_fit(self, checkpoint, self.trainer.ckpt_path)
                 if self.trainer.state.fn == "fit":
-                    check_unchanged(self, state["decisive"])
+                    check_unchanged(self, checkpoint["topr"]["decisive"])
+        state = checkpoint["topr"]
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]
         self.max_abs_log_ratio = state["max_abs_log_ratio"]

@@ -61,8 +61,9 @@ class Run:
                 # it drops what was logged after the checkpoint
                 logger.dict_kwargs = {"purge_step": self.updates}
             if kind == "WandbLogger":
+                # run-DATE-ID, or run-DATE-ID-1 if started in the same second
                 for earlier in self.folder.glob("wandb/*run-*"):
-                    arguments.version = wandb_id(earlier)
+                    arguments.version = earlier.name.partition("run-")[2].split("-")[1]
 
     def keep_csv_rows(self, loggers, updates: int):
         """Keep what was logged to metrics.csv before so many updates: a CSVLogger starts a new
@@ -110,11 +111,6 @@ def loggers_of(trainer):
 def versions(root: Path) -> list[int]:
     """The numbers of the runs under a name, in ascending order."""
     return sorted(number_of(path) for path in root.glob("version_*") if path.name[8:].isdigit())
-
-
-def wandb_id(folder: Path) -> str:
-    """The run of a folder of W&B: run-DATE-ID, or run-DATE-ID-1 if started in the same second."""
-    return folder.name.partition("run-")[2].split("-")[1]
 
 
 def number_of(version: Path) -> int:

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from topr.distributed import die_with_parent
-from topr.identity import content_hash, data_hash
+from topr.identity import content_hash, file_hash
 from topr.io import InputError, atomic
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def perform(words: list[str], output: Path):
 
 def inputs_hash(root: Path) -> str:
     """Hash of the files that decide outputs, see commands.yaml."""
-    files: list[str] = []
+    hashes: list[str] = []
     for pattern in TEMPLATES["inputs"]:
-        files += map(str, sorted(root.glob(pattern)))
-    return data_hash(files)
+        hashes += map(file_hash, sorted(root.glob(pattern)))
+    return content_hash(hashes)

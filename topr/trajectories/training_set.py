@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from topr.distributed import rank
-from topr.identity import data_hash, tokenizer_hash
+from topr.identity import file_hash, tokenizer_hash
 from topr.io import InputError, explained
 from topr.policy.files import load_tokenizer, vocabulary_and_context
 from topr.trajectories.file import SCHEMA, read_metadata, read_table, resolve_files
@@ -24,6 +24,7 @@ class TrainingSet:
     """The trajectories of all training files, as one set."""
 
     files: list[str]
+    hashes: list[str]  # of each file's content
     metadata: list[dict]  # of each file
     rows: Any  # the training columns, a memory-mapped `datasets.Dataset` in Arrow format
 
@@ -87,17 +88,18 @@ def read_training_set(train: str | list[str], policy: str, longest: int) -> Trai
                     f"{path} holds responses without log-probs",
                     "let evaluate.py write it with --log_probs true",
                 )
-    return TrainingSet(files, metadata, map_rows(files))
+    hashes = list(map(file_hash, files))
+    return TrainingSet(files, hashes, metadata, map_rows(files, hashes))
 
 
-def map_rows(files: list[str]):
+def map_rows(files: list[str], hashes: list[str]):
     """The training columns of Parquet files as one `datasets.Dataset` in Arrow format."""
     import datasets
 
     datasets.disable_progress_bars()
     cache = datasets.config.HF_DATASETS_CACHE
     parts = []
-    for path in files:
+    for path, content in zip(files, hashes, strict=True):
         stored = pq.read_schema(path).names
         with explained(f"the cache of data.train in {cache} cannot be written"):
             part = datasets.load_dataset(
@@ -107,7 +109,7 @@ def map_rows(files: list[str]):
                 features=datasets.Features.from_arrow_schema(SCHEMA),
                 split="train",
                 # its own cache would know a file by its path and time
-                cache_dir=Path(cache, data_hash([path])),
+                cache_dir=Path(cache, content),
             )
         parts.append(part)
     return datasets.concatenate_datasets(parts).with_format("arrow")
