@@ -35,7 +35,7 @@ class Experiment:
     def __post_init__(self):
         self.folder = ROOT / "data/arithmetic"
         if self.setting["base"]:
-            self.folder = self.run("base")
+            self.folder = self.run(self.setting["maker"])
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
         self.trajectories = self.sample(self.base, "train", self.setting["trajectories"])
@@ -65,6 +65,9 @@ class Experiment:
         metrics = pd.read_csv(run / "metrics.csv")
         end = self.measure(run / "policy", self.split, self.samples)
         rows = {"before training": self.start.mean(), label: end.mean()}
+        if self.split == "test" and (self.folder / "svamp.jsonl").exists():
+            for name, policy in {"before training": self.base, label: run / "policy"}.items():
+                rows[f"{name}, SVAMP"] = self.measure(policy, "svamp", self.samples).mean()
         difficulty = pd.cut(self.start["pass@1"], [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
         for name, row in end.groupby(difficulty, observed=False).mean().iterrows():
             rows[f"{label}, {name}"] = row.fillna(0)

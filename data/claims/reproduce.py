@@ -29,7 +29,7 @@ Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no in
 def reproduce(
     claims: str = "",
     seeds: Seeds | None = None,
-    regime: Literal["standard", "strong", "quick"] = "standard",
+    regime: Literal["standard", "strong", "quick", "words", "words_quick"] = "standard",
     out: Path = Path("runs/claims"),
     workers: PositiveInt = os.cpu_count() or 1,
 ):
@@ -40,7 +40,7 @@ def reproduce(
             paper's that the regime shows)
         seeds: number of seeds, each with its own base policy and data (default: 5, or 2 if quick)
         regime: the embedded setting; strong has a strong base policy of high entropy, and SGD;
-            quick is no evidence
+            words is a real model; quick and words_quick are no evidence
         out: folder; the report is in a folder under it
         workers: number of processes
     """
