@@ -1,5 +1,6 @@
 """Run this project's commands, each in a process of its own, and keep what they write."""
 
+import glob
 import multiprocessing
 import os
 import runpy
@@ -14,25 +15,28 @@ import yaml
 
 from topr.distributed import die_with_parent
 from topr.identity import content_hash, file_hash
-from topr.io import InputError, atomic
+from topr.io import InputError, remove
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = yaml.safe_load((ROOT / "data/claims/commands.yaml").read_text())
 # Processes are forked from one that has imported the commands, which would take each 7 s.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["__main__", "train", "evaluate", "data.arithmetic.make"])
+FORKS.set_forkserver_preload(
+    ["__main__", "train", "evaluate", "data.arithmetic.make", "data.word_problems.make"]
+)
 
 
 class Commands:
-    """Runs commands, and keeps their outputs in the folder `cache`.
+    """Runs commands, and keeps their outputs in the folder `cache`; `more` are patterns of files
+    that decide them, too.
 
     Each folder in it is of one command: `output`, and what it printed. Its name is a hash of what
     decides the output: the command, and the content of code, configs and shipped data.
     """
 
-    def __init__(self, cache: Path):
+    def __init__(self, cache: Path, *more: str):
         self.cache = cache.absolute()
-        self.inputs = inputs_hash(ROOT)
+        self.inputs = inputs_hash(ROOT, *more)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def run(self, name: str, *more: str, **values) -> Path:
@@ -52,10 +56,14 @@ class Commands:
         folder = self.cache / key / "output"
         with self.locks[key]:  # another thread may be running the same command
             if not folder.exists():
-                with atomic(folder) as partial:
-                    partial.mkdir()
-                    complete = [word.replace("{out}", str(partial)) for word in words]
-                    start(folder.with_suffix(".txt"), complete)
+                # a killed command goes on from what it has written
+                partial = folder.with_name("partial")
+                partial.mkdir(parents=True, exist_ok=True)
+                complete = [word.replace("{out}", str(partial)) for word in words]
+                start(folder.with_suffix(".txt"), complete)
+                for checkpoints in partial.rglob("checkpoints"):
+                    remove(checkpoints)
+                partial.rename(folder)
         return folder
 
 
@@ -83,9 +91,10 @@ def perform(words: list[str], output: Path):
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def inputs_hash(root: Path) -> str:
+def inputs_hash(root: Path, *more: str) -> str:
     """Hash of the files that decide outputs, see commands.yaml."""
     hashes: list[str] = []
-    for pattern in TEMPLATES["inputs"]:
-        hashes += map(file_hash, sorted(root.glob(pattern)))
+    for pattern in [*TEMPLATES["inputs"], *more]:
+        paths = sorted(glob.glob(str(root / pattern), recursive=True))
+        hashes += [file_hash(path) for path in paths if Path(path).is_file()]
     return content_hash(hashes)

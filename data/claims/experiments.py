@@ -9,8 +9,9 @@ import pandas as pd
 from data.claims.commands import ROOT, Commands
 from topr.evaluation.metrics import per_problem
 from topr.evaluation.pipeline import read_parts
+from topr.tasks import GSM8K
 
-DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0}
+DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0, "greedy": 0.0, "lenient": 0.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 
 
@@ -38,11 +39,17 @@ class Experiment:
             self.folder = self.run(self.setting["maker"])
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
-        self.trajectories = self.sample(self.base, "train", self.setting["trajectories"])
+        self.trajectories = self.run(
+            "sample",
+            policy=self.base,
+            problems=self.folder / "train.jsonl",
+            samples=self.setting["trajectories"],
+            seed=self.setting["data_seed"] or self.seed,
+        )
 
     def run(self, name: str, *more: str, **values) -> Path:
         """The folder with the output of a command; the setting gives values, too."""
-        return self.commands.run(name, *more, seed=self.seed, **self.setting | values)
+        return self.commands.run(name, *more, **{"seed": self.seed} | self.setting | values)
 
     def train(
         self, label: str, rate: float, arguments: str, curation: str, validate: bool = False
@@ -65,9 +72,9 @@ class Experiment:
         metrics = pd.read_csv(run / "metrics.csv")
         end = self.measure(run / "policy", self.split, self.samples)
         rows = {"before training": self.start.mean(), label: end.mean()}
-        if self.split == "test" and (self.folder / "svamp.jsonl").exists():
+        for split in self.setting["elsewhere"] if self.split == "test" else []:
             for name, policy in {"before training": self.base, label: run / "policy"}.items():
-                rows[f"{name}, SVAMP"] = self.measure(policy, "svamp", self.samples).mean()
+                rows[f"{name}, {split}"] = self.measure(policy, split, self.samples).mean()
         difficulty = pd.cut(self.start["pass@1"], [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
         for name, row in end.groupby(difficulty, observed=False).mean().iterrows():
             rows[f"{label}, {name}"] = row.fillna(0)
@@ -137,14 +144,21 @@ class Experiment:
         return self.run("sample", *more, policy=policy, problems=problems, samples=samples)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
-        """pass@1, maj@samples (as `maj`), invalid and more of each problem.
+        """pass@1, maj@samples (as `maj`), invalid and more of each problem; of its greedy response
+        the strict and the lenient grade, if the setting says so.
 
         A policy that does not exist is that of a training that diverged.
         """
         if not policy.exists():
             return self.measure(self.base, split, samples).assign(**DIVERGED)
         values = per_problem(read_parts(self.sample(policy, split, samples)))
-        return values.assign(maj=values[f"maj@{samples}"])
+        values["maj"] = values[f"maj@{samples}"]
+        if self.setting["greedy"] and self.split == "test":
+            rows = read_parts(self.sample(policy, split, 1, "--data.sampling.temperature=0"))
+            values["greedy"] = [row.reward > 0 for row in rows]
+            lenient = [GSM8K().grade_leniently(row.response, row.gold) for row in rows]
+            values["lenient"] = [grade.reward > 0 for grade in lenient]
+        return values
 
 
 def without_gradient(metrics: pd.DataFrame) -> float:

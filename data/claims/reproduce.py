@@ -53,7 +53,8 @@ def reproduce(
     check_folder("--out", out)
     lock(out / "cache")
     all_seeds = list(range(1, 1 + (seeds or setting["seeds"])))
-    study = Study(Commands(out / "cache"), workers, setting, all_seeds)
+    base = str(setting["base"])  # a file or a folder, perhaps: known by its content
+    study = Study(Commands(out / "cache", base, f"{base}/*"), workers, setting, all_seeds)
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
     report: dict = {
         "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",

@@ -32,7 +32,7 @@ def run(
         workers: commands that run at once, on a core each
     """
     regime: Any = "words_quick" if quick else "words"
-    SETTINGS[regime]["base"] = policy
+    SETTINGS[regime]["base"] = str(Path(policy).absolute()) if Path(policy).exists() else policy
     reproduce(regime=regime, out=out, workers=workers)
 
 
