@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
+from transformers import AutoModelForCausalLM
 
 from topr.commands import ArgumentParser, command
 from topr.distributed import end_rank_with_launcher, gather, rank, world_size
@@ -23,8 +24,9 @@ from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
 from topr.identity import policy_hash
 from topr.io import InputError, check_folder, write_text
-from topr.policy import Policy, load_policy, own_device
-from topr.sampling import LocalSampler
+from topr.policy import Policy, load_policy, load_tokenizer, own_device
+from topr.policy.files import load_config, load_generation_config
+from topr.sampling import LocalSampler, ServerSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
 from topr.trajectories import (
@@ -34,6 +36,7 @@ from topr.trajectories import (
     read_trajectories,
     write_trajectories,
 )
+from topr.trajectories.scoring import score
 
 SMALL = 20_000_000  # weights; beside other work, two threads are up to 5 times as slow as one
 PRECISION = "bf16-mixed" if torch.cuda.is_available() else "32-true"
@@ -53,6 +56,8 @@ class Evaluation:
         verifier: policy that weighs the votes of weighted@k; by default none does.
         critiques: of the verifier, per response.
         log_probs: score the responses, so that they can be trained on; a third more time.
+        server: addresses of servers that sample, up to and including /v1, in place of this process.
+            With log_probs, theirs are compared with the policy's.
         threads: CPU threads of torch; by default 1 for a policy of less than 20 million weights.
         out: folder to write.
         overwrite: replace the results of another evaluation in this folder.
@@ -63,6 +68,7 @@ class Evaluation:
     policy: list[str]
     benchmark: list[str]
     k: list[int]
+    server: list[str]
     samples: PositiveInt = 16
     max_new_tokens: PositiveInt | None = None
     greedy: bool = False
@@ -125,6 +131,10 @@ class Evaluation:
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
         """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""
         k = max(self.k, default=1)
+        if self.server and (len(self.policy) > 1 or self.verifier):
+            raise InputError(
+                "--server serves one policy; evaluate one at a time, without --verifier"
+            )
         if k > self.samples:
             raise InputError(f"--k {k} exceeds --samples {self.samples}; raise the latter")
         jobs = {}
@@ -152,12 +162,20 @@ class Evaluation:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
         folder = self.out / "responses" / f"{name}-{job.responses_hash}"
         policy = cache(self.load)
+        sampler = ServerSampler(self.server) if self.server else LocalSampler()
         with torch.autocast(own_device().type, torch.bfloat16, PRECISION == "bf16-mixed"):
-            for path, numbers in job.parts_to_write(folder):
-                if numbers:
-                    trajectories = job.sample(numbers, LocalSampler(), policy(job.policy))
-                    write_trajectories(path, trajectories, job.metadata)
-                    print(f"wrote {path}")
+            missing = {path: numbers for path, numbers in job.parts_to_write(folder) if numbers}
+            if missing:
+                sampled = job.sample_parts([*missing.values()], sampler, policy(job.policy))
+            for path in missing:
+                trajectories = next(sampled)
+                if self.log_probs:
+                    score(policy(job.policy), trajectories, job.sampling)
+                else:
+                    for row in trajectories:
+                        row.ref_logprobs = []  # of a server, not of this process
+                write_trajectories(path, trajectories, job.metadata)
+                print(f"wrote {path}")
             gather(None)  # wait for the files of all ranks
             if self.log_probs:
                 for path in sorted(folder.glob("*.parquet"))[rank() :: world_size()]:
@@ -171,6 +189,11 @@ class Evaluation:
     def load(self, name: str) -> Policy:
         """Load a policy to this process's device, and set the number of threads."""
         gc.collect()  # reference cycles may hold the policy before
+        if self.server and not self.log_probs:  # its weights are not needed
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(load_config(name))
+            model.generation_config = load_generation_config(name)
+            return Policy(model, load_tokenizer(name), name)
         with own_device():
             policy = load_policy(name)
         if self.threads or policy.model.num_parameters() < SMALL:
@@ -216,8 +239,11 @@ def main():
     parser.add_argument(
         "--k", nargs="+", type=PositiveInt, default=[], help="of pass@k; default: the samples"
     )
+    parser.add_argument(
+        "--server", nargs="+", default=[], help="addresses, up to and including /v1, that sample"
+    )
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
-    skipped = {"policy", "benchmark", "k", "greedy"}
+    skipped = {"policy", "benchmark", "k", "server", "greedy"}
     parser.add_class_arguments(Evaluation, as_group=False, skip=skipped)
     with command():
         args = parser.parse_args()

@@ -3,6 +3,7 @@
 import os
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,6 +126,8 @@ def test_ranks_share_problems_and_files(files, tmp_path, monkeypatch):
     problems.write_text("".join(lines))
     given = {"val": str(problems), "problems": str(problems), "out": str(tmp_path / "out")}
     data = module(files, **given, sampling=Sampling(max_new_tokens=8))
+    holder = SimpleNamespace(policy_hash=lambda: "", sampler=None, policy=None)
+    data.trainer = SimpleNamespace(lightning_module=holder, precision="32-true", fast_dev_run=False)
     validated = []
     predicted = []
     for number in range(2):
@@ -135,7 +138,7 @@ def test_ranks_share_problems_and_files(files, tmp_path, monkeypatch):
         validated.append(batch.numbers)
         predicted += data.predict_dataloader()
     assert validated == [list(range(0, 70, 2)), list(range(1, 70, 2))]
-    shares = [(path and path.name, numbers) for _, numbers, path, _ in predicted]
+    shares = [(path and path.name, numbers) for _, numbers, path, *_ in predicted]
     assert shares == [
         ("part-00000.parquet", list(range(32))),
         ("part-00002.parquet", list(range(64, 70))),

@@ -30,7 +30,7 @@ def test_responses_end_with_their_first_end_token(policy, ends):
     policy.model.generation_config.eos_token_id = sorted(ends)
     for responses in LocalSampler().sample(policy, PROMPTS, 200, Sampling(1.0, 0, 1.0, 12), 0):
         assert {response.finished for response in responses} == {True, False}
-        for ids, finished in responses:
+        for ids, finished, _ in responses:
             assert not ends & set(ids[:-1])
             assert finished == (ids[-1] in ends)
             assert finished or len(ids) == 12
@@ -43,7 +43,7 @@ def test_a_stop_string_ends_a_response_when_it_is_complete(policy):
     sampling = Sampling(1.0, 0, 1.0, 12, stop)
     ended = 0
     for responses in LocalSampler(64).sample(policy, prompts, 200, sampling, 0):
-        for ids, finished in responses:
+        for ids, finished, _ in responses:
             text, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
             assert not any(cut in before for cut in stop)
             stopped = any(cut in text for cut in stop)

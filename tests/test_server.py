@@ -5,13 +5,21 @@ import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+import torch
+from conftest import make_policy, rejected
 
+import evaluate
+import train
+from topr.evaluation.pipeline import SamplingJob
 from topr.io import InputError
 from topr.policy import load_policy
-from topr.sampling import Response, Sampling, ServerSampler
+from topr.sampling import LocalSampler, Response, Sampling, ServerSampler
 from topr.sampling import server as server_module
+from topr.tasks import Arithmetic, Problem
+from topr.trajectories import read_trajectories
 
 END = 1  # of the arithmetic tokenizer
 PROMPTS = [[5, 6], [7], [8, 9, 10, 11]]
@@ -128,6 +136,7 @@ def test_no_parameter_is_left_to_the_servers_defaults(serve, loaded):
         "model": "", "prompt": [5, 6], "max_tokens": 6, "temperature": 0.7, "top_p": 0.8,
         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ["\n\n"],
         "stop_token_ids": [END], "skip_special_tokens": False, "return_token_ids": True,
+        "logprobs": 1,
     }  # fmt: skip
     assert server.bodies == [expected, expected | {"top_k": 9, "stop": []}]
 
@@ -197,3 +206,85 @@ def test_responses_whose_ids_are_uncertain_end_in_one_sentence(serve, loaded, id
     server = serve(lambda body, number: answer(body, ids, count))
     with pytest.raises(InputError, match="returns no token ids, or cuts a response off"):
         sample(server, loaded, [[5]], 1)
+
+
+def test_a_server_that_does_not_answer_is_left_out(serve, loaded, monkeypatch):
+    monkeypatch.setattr(server_module, "RETRIES", 0)
+    server = serve(vllm)
+    absent = "http://127.0.0.1:1/v1"
+    with pytest.warns(UserWarning, match=f"{absent}/ does not answer and is left out"):
+        responses = ServerSampler([absent, server.url]).sample(loaded, PROMPTS, 8, OPEN, 3)
+    assert responses == sample(server, loaded, PROMPTS, 8, seed=3)
+    second = serve(vllm)
+    ServerSampler([server.url, second.url]).sample(loaded, PROMPTS, 8, OPEN, 3)
+    assert 0 < len(second.bodies) < 24
+
+
+def test_a_server_samples_the_next_part_while_one_is_scored(serve, policy, loaded):
+    server = serve(vllm)
+    problems = [Problem(str(number), f"{number}+1>", "2") for number in range(6)]
+    job = SamplingJob(str(policy), Arithmetic(), problems, 2, OPEN, 0)
+    parts = job.sample_parts([[0, 1], [2, 3], [4, 5]], ServerSampler(server.url), loaded)
+    first = next(parts)
+    for _ in range(200):
+        if len(server.bodies) == 8:
+            break
+        time.sleep(0.02)
+    assert len(server.bodies) == 8  # of two parts
+    assert [*first, *next(parts), *next(parts)] == job.sample(
+        [*range(6)], ServerSampler(server.url), loaded
+    )
+
+
+def faithful(policy, temperature: float = 1.0):
+    """The replies of a server that samples from a policy, whatever temperature it is asked for,
+    with the log-probs of what it samples from."""
+
+    def reply(body, number):
+        prompt = body["prompt"]
+        how = Sampling(temperature, 0, 1.0, body["max_tokens"])
+        ((response,),) = LocalSampler().sample(policy, [prompt], 1, how, body["seed"])
+        logits = policy.logits(torch.tensor([prompt + response.ids]))[0, len(prompt) - 1 : -1]
+        log_probs = (logits / temperature).log_softmax(-1).detach()
+        chosen = log_probs[torch.arange(len(response.ids)), response.ids]
+        status, payload = answer(body, response.ids)
+        payload["choices"][0]["logprobs"] = {"token_logprobs": chosen.tolist()}
+        return status, payload
+
+    return reply
+
+
+@pytest.mark.parametrize("wrong", [None, "temperature", "policy"])
+def test_a_server_that_samples_from_another_distribution_is_noticed(serve, run, tiny, wrong):
+    policy, arguments = tiny
+    other = make_policy(Path("other"), seed=1, scale=0.5) if wrong == "policy" else policy
+    server = serve(faithful(load_policy(str(other)), 0.3 if wrong == "temperature" else 1.0))
+    command = ["predict", *arguments, "--data.out=out", "--model.sampler=ServerSampler"]
+    command += [f"--model.sampler.url={server.url}"]
+    if wrong:
+        rejected(run, "the server samples from another distribution than policy", *command)
+        assert not list(Path("out").glob("*.parquet"))
+        # then its log-probs may be those of temperature 1 or of another one: nothing is compared
+        command.append("--data.sampling.temperature=0.3")
+    code, out, error = run(train.main, *command)
+    assert code == 0, error
+    assert ("exceed the policy's by 0.0000 a token" in out) == (wrong is None)
+
+
+def test_an_evaluation_samples_on_a_server(serve, run, tiny, monkeypatch):
+    policy, _ = tiny
+    server = serve(faithful(load_policy(str(policy))))
+    command = ["--policy", policy, "--benchmark", "arithmetic=problems.jsonl", "--samples", 4]
+    command += ["--max_new_tokens", 8, "--server", server.url, "--out", "out"]
+    with monkeypatch.context() as patch:
+        patch.delattr(evaluate, "load_policy")  # its weights are not needed
+        code, _, error = run(evaluate.main, *command)
+    assert code == 0, error
+    rows = read_trajectories("out/responses.parquet")
+    assert len(server.bodies) == len(rows) == 20 and not any(row.ref_logprobs for row in rows)
+    code, out, error = run(evaluate.main, *command, "--out", "scored", "--log_probs", "true")
+    assert code == 0 and "exceed the policy's by 0.0000 a token" in out, error
+    assert all(row.ref_logprobs for row in read_trajectories("scored/responses.parquet"))
+    rejected(
+        run, "--server serves one policy", *command, "--policy", policy, policy, main=evaluate.main
+    )

@@ -37,6 +37,7 @@ class ProblemBatch(NamedTuple):
     numbers: list[int]  # of its problems; none where this rank only keeps the others company
     path: Path | None = None  # the file to write, if any
     microbatch_tokens: int = 0  # of the forward that scores log mu, in prediction
+    sampled: Iterator = iter(())  # of the trajectories of this batch and the next, in prediction
 
     def to(self, device) -> "ProblemBatch":
         """Lightning moves batches to the device; nothing here goes there."""
@@ -359,12 +360,18 @@ class TrajectoryDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> ProblemBatches:
         """A batch for each file that this rank writes."""
+        from topr.sampling.local import LocalSampler
+
         job = self.job("problems")
-        if self.trainer:  # its module can hold other weights than the stored ones
-            job.metadata["policy"] = self.trainer.lightning_module.policy_hash()
+        module = self.trainer.lightning_module
+        job.metadata["policy"] = module.policy_hash()  # it can hold other weights than the stored
+        parts = job.parts_to_write(Path(self.out) if self.out else None)
+        sampled = job.sample_parts(
+            [numbers for _, numbers in parts], module.sampler or LocalSampler(), module.policy
+        )
         loader = ProblemBatches()
-        for path, numbers in job.parts_to_write(Path(self.out) if self.out else None):
-            loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens))
+        for path, numbers in parts:
+            loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled))
         return loader
 
 

@@ -13,7 +13,7 @@ from topr.evaluation.metrics import summarise as with_intervals
 from topr.policy.sharding import full_weights
 from topr.sampling.local import LocalSampler
 from topr.trajectories.file import Trajectory
-from topr.trajectories.scoring import add_log_probs
+from topr.trajectories.scoring import score
 
 if TYPE_CHECKING:
     from topr.datamodule import ProblemBatch
@@ -41,9 +41,8 @@ def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
     with sampling_context(module):
         if not batch.numbers:  # this rank only keeps the others company
             return []
-        sampler = module.sampler or LocalSampler()
-        trajectories = batch.job.sample(batch.numbers, sampler, module.policy)
-        add_log_probs(module.policy, trajectories, batch.microbatch_tokens)
+        trajectories = next(batch.sampled)
+        score(module.policy, trajectories, batch.job.sampling, batch.microbatch_tokens)
     return trajectories
 
 

@@ -1,5 +1,7 @@
 """Sample and grade responses to problems, in parts, so that a killed run resumes."""
 
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,18 +104,28 @@ class SamplingJob:
         return missing[rank() :: world_size()]
 
     def sample(self, numbers: list[int], sampler: Sampler, policy: Policy) -> list[Trajectory]:
-        """Graded responses to the problems of these numbers, with empty `ref_logprobs`.
+        """Graded responses to the problems of these numbers. `ref_logprobs` is empty, or that of
+        the server that sampled them.
 
         The responses do not depend on which problems are sampled together.
         """
-        prompt_ids = [self.prompts[number][1] for number in numbers]
-        sampled = sampler.sample(
-            policy, prompt_ids, self.samples, self.sampling, self.seed, numbers
-        )
-        trajectories = []
-        for number, responses in zip(numbers, sampled, strict=True):
-            trajectories += [self.grade(number, response) for response in responses]
-        return trajectories
+        return next(self.sample_parts([numbers], sampler, policy))
+
+    def sample_parts(
+        self, parts: list[list[int]], sampler: Sampler, policy: Policy
+    ) -> Iterator[list[Trajectory]]:
+        """`sample` of each part; a server works on the next one meanwhile."""
+        begun: deque[Callable] = deque()
+        for place, numbers in enumerate(parts):
+            for ahead in parts[place + len(begun) : place + 2]:
+                prompts = [self.prompts[number][1] for number in ahead]
+                begun.append(
+                    sampler.begin(policy, prompts, self.samples, self.sampling, self.seed, ahead)
+                )
+            trajectories = []
+            for number, responses in zip(numbers, begun.popleft()(), strict=True):
+                trajectories += [self.grade(number, response) for response in responses]
+            yield trajectories
 
     def grade_again(self, path: Path):
         """Replace the grades of a file of this job."""
@@ -130,7 +142,7 @@ class SamplingJob:
         """The trajectory of a response to the problem of this number."""
         problem = self.problems[number]
         prompt, prompt_ids = self.prompts[number]
-        ids, finished = response
+        ids, finished, log_probs = response
         # special tokens before the end stay in the text: they make an answer wrong
         text = load_tokenizer(self.policy).decode(ids[:-1] if finished else ids)
         said = before(text, self.sampling.stop)
@@ -145,7 +157,7 @@ class SamplingJob:
             prompt_ids=prompt_ids,
             response=text,
             response_ids=ids,
-            ref_logprobs=[],
+            ref_logprobs=list(log_probs),
             finished=finished,
             gold=problem.gold,
             **grade._asdict(),

@@ -1,8 +1,9 @@
 """What samplers share: parameters, the response, the interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from jsonargparse.typing import (
@@ -45,6 +46,7 @@ class Response(NamedTuple):
 
     ids: Ids
     finished: bool  # the last id is an end token
+    log_probs: tuple[float, ...] = ()  # of each id, by the server that sampled it
 
 
 class Sampler(Configurable, ABC):
@@ -76,3 +78,7 @@ class Sampler(Configurable, ABC):
         Returns:
             The responses to each prompt, fewer than n if sampling was stopped.
         """
+
+    def begin(self, *arguments) -> Callable[[], list[list[Response]]]:
+        """A function that returns what `sample` does. A server begins at once."""
+        return partial(self.sample, *arguments)

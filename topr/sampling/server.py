@@ -1,6 +1,9 @@
-"""Sampling on a server of vLLM or SGLang, through the `openai` client; token ids are exchanged."""
+"""Sampling on servers of vLLM or SGLang, through the `openai` client; token ids are exchanged."""
 
 import asyncio
+import threading
+import warnings
+from functools import cached_property
 
 import numpy as np
 import openai
@@ -14,45 +17,65 @@ RETRIES = 6  # of a request that fails, or has no reply within the client's ten 
 
 
 class ServerSampler(Sampler):
-    """Samples on a server of vLLM or SGLang, for `predict`.
+    """Samples on servers of vLLM or SGLang, for `predict` and evaluate.py.
 
-    A server that serves another policy goes undetected. Each response is a request with its own
-    seed.
+    Each response is a request with its own seed. A server that does not answer is left out while
+    another one does. `trajectories.scoring.score` compares the log-probs of the servers with those
+    of the policy.
 
     Args:
-        url: address up to and including /v1.
+        url: address up to and including /v1, or a list of them.
         concurrency: requests at once, for each process.
     """
 
     in_process = False
 
-    def __init__(self, url: str, concurrency: PositiveInt = 64):
-        self.url = url
+    def __init__(self, url: str | list[str], concurrency: PositiveInt = 64):
+        self.urls = [url] if isinstance(url, str) else url
         self.concurrency = concurrency
 
-    def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
+    def sample(self, *arguments) -> list[list[Response]]:
+        return self.begin(*arguments)()
+
+    def begin(self, policy, prompts, n, sampling, seed, prompt_indices=()):
         requests = []
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             for word in np.random.SeedSequence((seed, index)).generate_state(n):
                 requests.append((prompt, int(word) >> 1))  # servers take seeds of 31 bits
-        try:
-            responses = asyncio.run(self.respond_to_all(policy, sampling, requests))
-        except openai.APIError as error:
-            why = error.body or first_line(error.__cause__ or error)
-            raise InputError(f"{error.request.url} fails: {why}") from error
-        return [responses[start : start + n] for start in range(0, len(responses), n)]
+        calls = self.respond_to_all(policy, sampling, requests)
+        begun = asyncio.run_coroutine_threadsafe(calls, self.loop)
+
+        def finish() -> list[list[Response]]:
+            try:
+                responses = begun.result()
+            except openai.APIError as error:
+                why = error.body or first_line(error.__cause__ or error)
+                raise InputError(f"{error.request.url} fails: {why}") from error
+            return [responses[start : start + n] for start in range(0, len(responses), n)]
+
+        return finish
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Runs in a thread of its own, which ends with the process."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        self.slots = asyncio.Semaphore(self.concurrency)
+        self.clients = []
+        for url in self.urls:
+            client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=RETRIES)
+            self.clients.append(client)
+        return loop
 
     async def respond_to_all(self, policy, sampling, requests) -> list[Response]:
         """A response to each prompt and seed."""
-        slots = asyncio.Semaphore(self.concurrency)
-        client = openai.AsyncOpenAI(base_url=self.url, api_key="none", max_retries=RETRIES)
-        async with client:
-            calls = [self.respond(client, slots, policy, sampling, *one) for one in requests]
-            return await asyncio.gather(*calls)
+        calls = [self.respond(policy, sampling, *one) for one in requests]
+        return await asyncio.gather(*calls)
 
-    async def respond(self, client, slots, policy, sampling, prompt, seed) -> Response:
-        async with slots:
-            completion = await client.completions.create(
+    async def respond(self, policy, sampling, prompt, seed) -> Response:
+        async with self.slots:
+            completion = await self.complete(
+                seed,
                 model="",  # the one that it serves
                 prompt=prompt,
                 seed=seed,
@@ -60,6 +83,7 @@ class ServerSampler(Sampler):
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 stop=sampling.stop,
+                logprobs=1,
                 # With defaults, too, which a server would take from the model.
                 extra_body={
                     "top_k": sampling.top_k or -1,
@@ -70,13 +94,31 @@ class ServerSampler(Sampler):
                     "stop_token_ids": sorted(policy.end_tokens),
                 },
             )
-        ids = getattr(completion.choices[0], "token_ids", None) or []
+        (choice,) = completion.choices
+        ids = getattr(choice, "token_ids", None) or []
+        log_probs = choice.logprobs.token_logprobs if choice.logprobs else []
         read = completion.usage.prompt_tokens, completion.usage.completion_tokens
         ended = end_of_response(policy, sampling)
         for length in range(1, len(ids) + 1):
             if ended(ids[:length]) and read == (len(prompt), len(ids)):
-                return Response(ids[:length], ids[length - 1] in policy.end_tokens)
+                finished = ids[length - 1] in policy.end_tokens
+                return Response(ids[:length], finished, tuple(log_probs[:length]))
         raise InputError(
-            f"{self.url} returns no token ids, or cuts a response off",
+            f"{', '.join(self.urls)} returns no token ids, or cuts a response off",
             "give it room for the prompt and max_new_tokens",
         )
+
+    async def complete(self, number: int, **request):
+        """A completion by one of the servers that answer."""
+        while True:
+            client = self.clients[number % len(self.clients)]
+            try:
+                return await client.completions.create(**request)
+            except openai.APIConnectionError:
+                if self.clients == [client]:
+                    raise
+                if client in self.clients:
+                    self.clients.remove(client)
+                    warnings.warn(
+                        f"{client.base_url} does not answer and is left out", stacklevel=1
+                    )

@@ -4,8 +4,41 @@ import numpy as np
 import torch
 
 from topr.batching import pack, partition
+from topr.io import InputError
 from topr.policy import Policy
+from topr.sampling import Sampling
 from topr.trajectories.file import Trajectory
+
+LIMIT = 0.005  # nats a token; bfloat16 against float32 makes .001, a temperature of .7 makes .008
+
+
+def score(
+    policy: Policy,
+    trajectories: list[Trajectory],
+    sampling: Sampling,
+    microbatch_tokens: int = 16384,
+):
+    """`add_log_probs` to fresh responses, and compare with the log-probs of the server that sampled
+    them, if any. Their mean difference is the KL divergence of what it samples from the policy.
+
+    Raises an InputError beyond `LIMIT`. A temperature, top_p or a small top_k changes the log-probs
+    of some servers: then nothing is compared.
+    """
+    served = np.concatenate([row.ref_logprobs for row in trajectories])
+    add_log_probs(policy, trajectories, microbatch_tokens)
+    own = np.concatenate([row.ref_logprobs for row in trajectories])
+    if len(served) == 0 or (sampling.temperature, sampling.top_p) != (1, 1):
+        return
+    if 0 < sampling.top_k < 100:
+        return
+    difference = (served - own).mean()
+    print(f"log-probs of the server exceed the policy's by {difference:.4f} a token on average")
+    if not abs(difference) < LIMIT:
+        raise InputError(
+            f"the server samples from another distribution than policy {policy.name!r}: its "
+            f"log-probs differ by {difference:.3f} a token, more than {LIMIT}",
+            "start it with this policy; configs/README.md has the arguments",
+        )
 
 
 @torch.no_grad()
