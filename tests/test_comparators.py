@@ -26,6 +26,7 @@ from topr.io import InputError
 from topr.losses import (
     CISPO,
     DPO,
+    IPO,
     IS,
     KTO,
     OPMD,
@@ -135,33 +136,40 @@ def test_value_and_gradient_equal_the_formula(name, distance):
         same(output.weight_B[i], -slope.sum() / A)
         if name.startswith(("PPO", "REC")):  # what is truncated has no gradient
             same(output.truncated_B[i], np.mean(slope == 0))
-        else:  # a truncated weight is not the ratio
+        elif name.startswith("CISPO"):  # a truncated weight is not the ratio
             ratio = np.exp(pi[i] - mu[i])
             same(output.truncated_B[i], np.mean(abs(-slope * len(slope) / A - ratio) > 1e-9))
 
 
+PAIRS = {  # a pair's loss, and its derivative, from h+ - h-
+    DPO(0.2): lambda gap: (-math.log(sigmoid(0.2 * gap)), -0.2 * sigmoid(-0.2 * gap)),
+    IPO(0.2): lambda gap: ((gap - 2.5) ** 2, 2 * (gap - 2.5)),
+}
+
+
 @pytest.mark.parametrize("distance", [0.0, 1.5])
-def test_dpo_equals_its_formula_pair_by_pair(distance):
-    assert (DPO.batching, KTO.batching) == ("pairs", "trajectories")
+@pytest.mark.parametrize(("loss", "formula"), PAIRS.items())
+def test_losses_of_pairs_equal_their_formula(loss, formula, distance):
+    assert (loss.batching, KTO.batching) == ("pairs", "trajectories")
     pi, mu, _ = batch(distance)
-    output, gradients = evaluate(DPO(0.2), pi, mu, SIGNS)
+    output, gradients = evaluate(loss, pi, mu, SIGNS)
     for i in range(0, 40, 2):
-        margin = 0.2 * (sum(pi[i] - mu[i]) - sum(pi[i + 1] - mu[i + 1]))
-        same(output.loss_B[i : i + 2].detach(), -math.log(sigmoid(margin)))
+        value, slope = formula(sum(pi[i] - mu[i]) - sum(pi[i + 1] - mu[i + 1]))
+        same(output.loss_B[i : i + 2].detach(), value)
         # each of the two holds the loss of the pair
-        same(gradients[i] / 2, -0.2 * sigmoid(-margin))
-        same(gradients[i + 1] / 2, 0.2 * sigmoid(-margin))
+        same(gradients[i] / 2, slope)
+        same(gradients[i + 1] / 2, -slope)
 
 
-@pytest.mark.parametrize(("loss", "copies"), [(DPO(0.2), 2), (KTO(0.2), 1)])
-def test_the_weight_of_dpo_and_kto_is_the_size_of_the_gradient(loss, copies):
+@pytest.mark.parametrize(("loss", "copies"), [(DPO(0.2), 2), (IPO(), 2), (KTO(0.2), 1)])
+def test_the_weight_of_a_squared_or_preference_loss_is_the_size_of_the_gradient(loss, copies):
     pi, mu, _ = batch()
     output, gradients = evaluate(loss, pi, mu, SIGNS)
     for weight, gradient in zip(output.weight_B, gradients, strict=True):
         same(abs(gradient) / copies, weight)
 
 
-@pytest.mark.parametrize("loss", [*(loss for loss, _ in FORMULAS.values()), DPO()])
+@pytest.mark.parametrize("loss", [*(loss for loss, _ in FORMULAS.values()), *PAIRS])
 def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
     log_ratio_N = torch.tensor([0.0, 20, -20, 89, -104, 1e3, -1e3] * 2, requires_grad=True)
     advantage_B = torch.tensor([1.0] * 7 + [-1.0] * 7)
@@ -171,9 +179,10 @@ def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
         assert torch.isfinite(values).all()
 
 
-@pytest.mark.parametrize(
-    "loss", [PPO(), PPO(ratio="sequence_mean"), CISPO(0.2, 0.2), RECOneSide(), RECRing()]
-)
+ON_POLICY = [PPO(), PPO(ratio="sequence_mean"), CISPO(0.2, 0.2), RECOneSide(), RECRing()]
+
+
+@pytest.mark.parametrize("loss", ON_POLICY)
 def test_on_policy_the_gradient_is_that_of_reinforce(loss):
     pi, mu, advantage = batch(distance=0.0)
     same(gradient_of(loss, pi, mu, advantage), gradient_of(REINFORCE(), pi, mu, advantage))

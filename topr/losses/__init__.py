@@ -7,6 +7,6 @@ __getattr__ = lazy(
     __name__,
     base=["Loss", "LossOutput", "check_output", "sum_tokens"],
     policy_gradient=["CISPO", "OPMD", "PPO", "RECOneSide", "RECRing", "RECTwoSide"],
-    preference=["DPO", "KTO"],
+    preference=["DPO", "IPO", "KTO"],
     topr=["IS", "REINFORCE", "TIS", "TOPR", "PositivesOnly", "rho"],
 )

@@ -3,9 +3,12 @@
 Shapes and symbols: see `losses/base.py`. beta scales the log-ratio h.
 """
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveFloat
+from torch import Tensor
 
 from topr.losses.base import Loss, LossOutput, sum_tokens, whole_response_output
 
@@ -17,21 +20,42 @@ class PreferenceLoss(Loss):
         self.beta = beta
 
 
-class DPO(PreferenceLoss):
-    """-log sigmoid(beta (h+ - h-)) on pairs of a positive and a negative (arXiv:2305.18290).
+class PairLoss(PreferenceLoss):
+    """A loss of the margin beta (h+ - h-) between a positive and a negative.
 
     Each trajectory of a pair holds the pair's loss, so that the mean is that over pairs.
     """
 
     batching = "pairs"
 
+    @abstractmethod
+    def of_margin(self, margin_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and the size of its derivative with respect to h."""
+
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
         positive, negative = log_ratio_B.view(-1, 2).unbind(dim=1)
         margin_B = (self.beta * (positive - negative)).repeat_interleave(2)
-        loss_B = -F.logsigmoid(margin_B)
-        weight_B = self.beta * (-margin_B).sigmoid()
+        loss_B, weight_B = self.of_margin(margin_B)
         return whole_response_output(loss_B, log_ratio_B, weight_B)
+
+
+class DPO(PairLoss):
+    """-log sigmoid(beta (h+ - h-)) (arXiv:2305.18290)."""
+
+    def of_margin(self, margin_B):
+        return -F.logsigmoid(margin_B), self.beta * (-margin_B).sigmoid()
+
+
+class IPO(PairLoss):
+    """(h+ - h- - 1/(2 beta))^2 (arXiv:2310.12036, Eq. 17); beta is the paper's tau.
+
+    h is the sum over tokens, as in the paper's formula; TRL takes the mean.
+    """
+
+    def of_margin(self, margin_B):
+        residual_B = (margin_B - 0.5) / self.beta
+        return residual_B.square(), 2 * residual_B.abs()
 
 
 class KTO(PreferenceLoss):
