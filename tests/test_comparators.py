@@ -33,6 +33,7 @@ from topr.losses import (
     PPO,
     REINFORCE,
     TOPR,
+    VESPO,
     Loss,
     RECOneSide,
     RECRing,
@@ -75,6 +76,22 @@ def gspo(d, lp, A):
     return value, np.full(len(d), slope / len(d))
 
 
+def vespo_weight(log_x, A):
+    k, rate = (2, 3) if A >= 0 else (3, 2)
+    x = math.exp(log_x)
+    return x**k * math.exp(rate * (1 - x))
+
+
+def vespo(d, lp, A):
+    phi = vespo_weight(sum(d), A)
+    return -A * phi * sum(d) / len(d), np.full(len(d), -A * phi / len(d))
+
+
+def vespo_of_tokens(d, lp, A):
+    phi = np.array([vespo_weight(x, A) for x in d])
+    return -A * float(phi @ d) / len(d), -A * phi / len(d)
+
+
 def weighted(weight):
     def formula(d, lp, A):
         w = np.array([weight(math.exp(x), A) for x in d])
@@ -115,6 +132,8 @@ FORMULAS = {
     "REC-OneSide": (RECOneSide(), weighted(one_side)),
     "REC-TwoSide": (RECTwoSide(), weighted(two_side)),
     "REC-Ring": (RECRing(), weighted(ring)),
+    "VESPO": (VESPO(), vespo),
+    "VESPO of tokens": (VESPO(ratio="token"), vespo_of_tokens),
     "OPMD": (OPMD(0.3), opmd),
     "KTO": (KTO(0.2), kto),
 }
@@ -180,6 +199,7 @@ def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
 
 
 ON_POLICY = [PPO(), PPO(ratio="sequence_mean"), CISPO(0.2, 0.2), RECOneSide(), RECRing()]
+ON_POLICY += [VESPO()]
 
 
 @pytest.mark.parametrize("loss", ON_POLICY)
@@ -201,6 +221,46 @@ EQUAL = {
 def test_gradients_are_equal(loss, other):
     pi, mu, advantage = batch(distance=1.0)
     same(gradient_of(loss, pi, mu, advantage), gradient_of(other, pi, mu, advantage))
+
+
+# The losses of papers as they are written there, for one response: from its log-probs, with a
+# gradient, log mu, its reward R of +-1, the mean reward V of its group and the advantage A.
+
+
+def incomplete_gamma(lp, mu, R, V, A):
+    k, rate = torch.tensor([2.0, 3.0] if A >= 0 else [3.0, 2.0], dtype=torch.float64)
+    x = (lp - mu).sum().exp()
+    scale = torch.exp(rate + torch.lgamma(k)) / rate**k
+    return -A * scale * torch.special.gammainc(k, rate * x) / len(lp)
+
+
+EQUIVALENT = {  # a loss and an advantage are this often the paper's loss
+    "VESPO's surrogate": (VESPO(), GroupMean(), incomplete_gamma, 1)
+}
+
+
+def groups_of_eight():
+    """Rewards of +-1 and groups of the 40 trajectories of `batch`; each group has both signs."""
+    reward = np.random.default_rng(3).choice([-1.0, 1.0], 40)
+    reward[::8] = 1
+    reward[1::8] = -1
+    return reward, np.arange(40) // 8
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize(
+    ("loss", "advantage", "formula", "factor"), EQUIVALENT.values(), ids=EQUIVALENT
+)
+def test_equivalences(loss, advantage, formula, factor, distance):
+    pi, mu, _ = batch(distance)
+    reward, group = groups_of_eight()
+    A = advantage(reward, group, None)
+    gradients = evaluate(loss, pi, mu, A)[1]
+    for i, gradient in enumerate(gradients):
+        log_probs = torch.tensor(pi[i], requires_grad=True)
+        V = reward[group == group[i]].mean()
+        formula(log_probs, torch.tensor(mu[i]), reward[i], V, A[i]).backward()
+        same(gradient, factor * log_probs.grad.numpy())
 
 
 def deviation(R):
@@ -284,6 +344,7 @@ def test_place_in_group():
         ("losses.RECRing", "outer_low", -1, 1),
         ("losses.DPO", "beta", 0, 0.1),
         ("losses.OPMD", "tau", -1, 0),
+        ("losses.VESPO", "k_minus", 0, 1),
         ("advantages.PositiveShare", "share", 1.0, 0.99),
         ("advantages.GroupExponential", "temperature", 0, 1),
     ],

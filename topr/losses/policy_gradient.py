@@ -1,12 +1,13 @@
 """Policy gradients that TOPR is compared with; the stored log mu stands in for the old policy.
 
-Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T).
+Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T), sg() stops
+the gradient.
 """
 
 from abc import abstractmethod
 
 import torch
-from jsonargparse.typing import NonNegativeFloat
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from topr.losses.base import Loss, LossOutput, mean_tokens, sum_tokens, whole_response_output
@@ -43,6 +44,42 @@ class PPO(RatioLoss):
         weight = exp_ratio(log_x)
         clipped = torch.where(positive, weight > self.high, weight < self.low)
         return Tapered(value, weight * ~clipped, clipped.to(log_x))
+
+
+class VESPO(RatioLoss):
+    """-A sg(phi(W)) log(W) / T with W = pi/mu and phi(W) = W^k e^(lambda (1 - W)): a smooth weight
+    that is 1 on policy and fades far from it, on both sides (arXiv:2602.10693, Eq. 20).
+
+    Eq. 20 has no 1/T; here the loss is divided by T, like TOPR's.
+
+    Args:
+        k_plus: of positives; the larger, the faster phi fades below W = 1.
+        lambda_plus: of positives; the larger, the faster phi fades above W = 1.
+        k_minus: of negatives.
+        lambda_minus: of negatives.
+        ratio: `sequence` is the paper's; see `RatioLoss` for the others.
+    """
+
+    def __init__(
+        self,
+        k_plus: PositiveFloat = 2.0,
+        lambda_plus: PositiveFloat = 3.0,
+        k_minus: PositiveFloat = 3.0,
+        lambda_minus: PositiveFloat = 2.0,
+        ratio: Ratio = "sequence",
+    ):
+        super().__init__(ratio)
+        self.k_plus = k_plus
+        self.lambda_plus = lambda_plus
+        self.k_minus = k_minus
+        self.lambda_minus = lambda_minus
+
+    def taper(self, log_x, positive) -> Tapered:
+        k = torch.full_like(log_x, self.k_minus).masked_fill(positive, self.k_plus)
+        rate = torch.full_like(log_x, self.lambda_minus).masked_fill(positive, self.lambda_plus)
+        log_weight = k * log_x.detach() + rate * (1 - exp_ratio(log_x))
+        weight = log_weight.exp()
+        return Tapered(weight * log_x, weight, torch.zeros_like(weight))
 
 
 class WeightedLoss(Loss):
