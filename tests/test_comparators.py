@@ -35,6 +35,7 @@ from topr.losses import (
     TOPR,
     VESPO,
     Loss,
+    MaskedPPO,
     RECOneSide,
     RECRing,
     RECTwoSide,
@@ -74,6 +75,12 @@ def ppo_of_sequence(d, lp, A):
 def gspo(d, lp, A):
     value, (slope,) = ppo([sum(d) / len(d)], None, A, 3e-4, 4e-4)
     return value, np.full(len(d), slope / len(d))
+
+
+def masked_ppo(d, lp, A):
+    if A < 0 and -np.mean(d) > 0.3:
+        return 0.0, np.zeros(len(d))
+    return ppo(d, lp, A)
 
 
 def vespo_weight(log_x, A):
@@ -134,6 +141,7 @@ FORMULAS = {
     "REC-Ring": (RECRing(), weighted(ring)),
     "VESPO": (VESPO(), vespo),
     "VESPO of tokens": (VESPO(ratio="token"), vespo_of_tokens),
+    "PPO, masked": (MaskedPPO(delta=0.3), masked_ppo),
     "OPMD": (OPMD(0.3), opmd),
     "KTO": (KTO(0.2), kto),
 }
@@ -158,6 +166,18 @@ def test_value_and_gradient_equal_the_formula(name, distance):
         elif name.startswith("CISPO"):  # a truncated weight is not the ratio
             ratio = np.exp(pi[i] - mu[i])
             same(output.truncated_B[i], np.mean(abs(-slope * len(slope) / A - ratio) > 1e-9))
+
+
+def test_what_is_masked_or_floored_is_reported():
+    pi, mu, advantage = batch(1.0)
+    negative = advantage < 0
+    mean = np.array([np.mean(p - m) for p, m in zip(pi, mu, strict=True)])
+    dropped = negative & (mean < -0.3)
+    assert 0 < dropped.sum() < negative.sum()
+    masked, _ = evaluate(MaskedPPO(delta=0.3), pi, mu, advantage)
+    same(masked.objective_B, -masked.loss_B.detach())  # of token ratios the loss is not divided
+    same(masked.truncated_B[dropped], 1)
+    same(evaluate(VESPO(), pi, mu, advantage)[0].truncated_B, 0)
 
 
 PAIRS = {  # a pair's loss, and its derivative, from h+ - h-
@@ -199,7 +219,7 @@ def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
 
 
 ON_POLICY = [PPO(), PPO(ratio="sequence_mean"), CISPO(0.2, 0.2), RECOneSide(), RECRing()]
-ON_POLICY += [VESPO()]
+ON_POLICY += [MaskedPPO(), VESPO()]
 
 
 @pytest.mark.parametrize("loss", ON_POLICY)
@@ -214,6 +234,7 @@ EQUAL = {
     "PPO of sequences without clips is IS": (PPO(INF, INF, "sequence"), IS()),
     "REC without clips is REINFORCE": (RECOneSide(INF, INF), REINFORCE()),
     "CISPO is TOPR's family": (CISPO(0.3, 0.4), TOPR(0.7, 1.4, 0.7, 1.4, "token")),
+    "MaskedPPO without a mask is PPO": (MaskedPPO(delta=INF), PPO()),
 }
 
 
@@ -344,6 +365,7 @@ def test_place_in_group():
         ("losses.RECRing", "outer_low", -1, 1),
         ("losses.DPO", "beta", 0, 0.1),
         ("losses.OPMD", "tau", -1, 0),
+        ("losses.MaskedPPO", "delta", -1, 0),
         ("losses.VESPO", "k_minus", 0, 1),
         ("advantages.PositiveShare", "share", 1.0, 0.99),
         ("advantages.GroupExponential", "temperature", 0, 1),

@@ -6,7 +6,16 @@ from topr import lazy
 __getattr__ = lazy(
     __name__,
     base=["Loss", "LossOutput", "check_output", "sum_tokens"],
-    policy_gradient=["CISPO", "OPMD", "PPO", "RECOneSide", "RECRing", "RECTwoSide", "VESPO"],
+    policy_gradient=[
+        "CISPO",
+        "MaskedPPO",
+        "OPMD",
+        "PPO",
+        "RECOneSide",
+        "RECRing",
+        "RECTwoSide",
+        "VESPO",
+    ],
     preference=["DPO", "IPO", "KTO"],
     topr=["IS", "REINFORCE", "TIS", "TOPR", "PositivesOnly", "rho"],
 )

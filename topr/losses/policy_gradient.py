@@ -46,6 +46,33 @@ class PPO(RatioLoss):
         return Tapered(value, weight * ~clipped, clipped.to(log_x))
 
 
+class MaskedPPO(PPO):
+    """PPO that drops negatives which have become unlikely, those with h/T < -delta: the off-policy
+    sequence masking of DeepSeek-V3.2 (arXiv:2512.02556, Eq. 8 and 9), without its KL term.
+
+    A dropped trajectory still counts in the divisor. The paper gives no delta; TRL suggests 0.5.
+    """
+
+    def __init__(
+        self,
+        clip_low: NonNegativeFloat = 0.2,
+        clip_high: NonNegativeFloat = 0.2,
+        delta: NonNegativeFloat = 0.5,
+    ):
+        super().__init__(clip_low, clip_high)
+        self.delta = delta
+
+    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
+        output = super().__call__(log_probs_N, ref_log_probs_N, length_B, advantage_B)
+        dropped_B = (advantage_B < 0) & (output.log_ratio_B / length_B < -self.delta)
+        return output._replace(
+            loss_B=output.loss_B.masked_fill(dropped_B, 0),
+            objective_B=output.objective_B.masked_fill(dropped_B, 0),
+            weight_B=output.weight_B.masked_fill(dropped_B, 0),
+            truncated_B=output.truncated_B.masked_fill(dropped_B, 1),
+        )
+
+
 class VESPO(RatioLoss):
     """-A sg(phi(W)) log(W) / T with W = pi/mu and phi(W) = W^k e^(lambda (1 - W)): a smooth weight
     that is 1 on policy and fades far from it, on both sides (arXiv:2602.10693, Eq. 20).
