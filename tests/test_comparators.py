@@ -29,6 +29,7 @@ from topr.losses import (
     IPO,
     IS,
     KTO,
+    NFT,
     OPMD,
     PPO,
     REINFORCE,
@@ -99,6 +100,13 @@ def vespo_of_tokens(d, lp, A):
     return -A * float(phi @ d) / len(d), -A * phi / len(d)
 
 
+def nft_weight(r, A, epsilon=1.0):
+    if A >= 0:
+        return 1.0
+    p = min(-A / 2, 0.98)
+    return r / max((1 - p * r) / (1 - p), epsilon)
+
+
 def weighted(weight):
     def formula(d, lp, A):
         w = np.array([weight(math.exp(x), A) for x in d])
@@ -139,6 +147,8 @@ FORMULAS = {
     "REC-OneSide": (RECOneSide(), weighted(one_side)),
     "REC-TwoSide": (RECTwoSide(), weighted(two_side)),
     "REC-Ring": (RECRing(), weighted(ring)),
+    "NFT": (NFT(), weighted(nft_weight)),
+    "NFT, lower floor": (NFT(0.3), weighted(lambda r, A: nft_weight(r, A, 0.3))),
     "VESPO": (VESPO(), vespo),
     "VESPO of tokens": (VESPO(ratio="token"), vespo_of_tokens),
     "PPO, masked": (MaskedPPO(delta=0.3), masked_ppo),
@@ -177,6 +187,9 @@ def test_what_is_masked_or_floored_is_reported():
     masked, _ = evaluate(MaskedPPO(delta=0.3), pi, mu, advantage)
     same(masked.objective_B, -masked.loss_B.detach())  # of token ratios the loss is not divided
     same(masked.truncated_B[dropped], 1)
+    # q < 1 where r > 1
+    above = np.array([np.mean(p > m) for p, m in zip(pi, mu, strict=True)])
+    same(evaluate(NFT(), pi, mu, advantage)[0].truncated_B, above * negative)
     same(evaluate(VESPO(), pi, mu, advantage)[0].truncated_B, 0)
 
 
@@ -219,7 +232,7 @@ def test_no_nan_or_inf_for_log_ratios_up_to_a_thousand(loss):
 
 
 ON_POLICY = [PPO(), PPO(ratio="sequence_mean"), CISPO(0.2, 0.2), RECOneSide(), RECRing()]
-ON_POLICY += [MaskedPPO(), VESPO()]
+ON_POLICY += [MaskedPPO(), NFT(), VESPO()]
 
 
 @pytest.mark.parametrize("loss", ON_POLICY)
@@ -248,6 +261,16 @@ def test_gradients_are_equal(loss, other):
 # gradient, log mu, its reward R of +-1, the mean reward V of its group and the advantage A.
 
 
+def nft(lp, mu, R, V, A):
+    p = (V + 1) / 2
+    r = (lp - mu).exp()
+    if R > 0:
+        return -(1 - p) * r.log().mean()
+    q = (1 - p * r) / (1 - p)
+    straight_through = q + (q.clamp(min=1) - q).detach()
+    return -(1 - p) * straight_through.log().mean()
+
+
 def incomplete_gamma(lp, mu, R, V, A):
     k, rate = torch.tensor([2.0, 3.0] if A >= 0 else [3.0, 2.0], dtype=torch.float64)
     x = (lp - mu).sum().exp()
@@ -256,7 +279,8 @@ def incomplete_gamma(lp, mu, R, V, A):
 
 
 EQUIVALENT = {  # a loss and an advantage are this often the paper's loss
-    "VESPO's surrogate": (VESPO(), GroupMean(), incomplete_gamma, 1)
+    "NFT": (NFT(), GroupMean(), nft, 2),
+    "VESPO's surrogate": (VESPO(), GroupMean(), incomplete_gamma, 1),
 }
 
 
@@ -366,6 +390,7 @@ def test_place_in_group():
         ("losses.DPO", "beta", 0, 0.1),
         ("losses.OPMD", "tau", -1, 0),
         ("losses.MaskedPPO", "delta", -1, 0),
+        ("losses.NFT", "epsilon", 0, 0.5),
         ("losses.VESPO", "k_minus", 0, 1),
         ("advantages.PositiveShare", "share", 1.0, 0.99),
         ("advantages.GroupExponential", "temperature", 0, 1),

@@ -9,6 +9,7 @@ __getattr__ = lazy(
     policy_gradient=[
         "CISPO",
         "MaskedPPO",
+        "NFT",
         "OPMD",
         "PPO",
         "RECOneSide",

@@ -110,16 +110,7 @@ class VESPO(RatioLoss):
 
 
 class WeightedLoss(Loss):
-    """-(1/T) sum_t A sg(w_t) log pi_t: a policy gradient whose weights are not differentiated.
-
-    Args:
-        clip_low: the lower bound of r is 1 - clip_low.
-        clip_high: the upper bound of r is 1 + clip_high.
-    """
-
-    def __init__(self, clip_low: NonNegativeFloat = 0.2, clip_high: NonNegativeFloat = 0.2):
-        self.low = 1 - clip_low
-        self.high = 1 + clip_high
+    """-(1/T) sum_t A sg(w_t) log pi_t: a policy gradient whose weights are not differentiated."""
 
     @abstractmethod
     def weights(self, ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +130,40 @@ class WeightedLoss(Loss):
         )
 
 
-class CISPO(WeightedLoss):
+class NFT(WeightedLoss):
+    """w = 1 for positives, r / max(q, epsilon) for negatives, where q = (1 - p r) / (1 - p), p the
+    share of right answers in the group (arXiv:2505.18116, Eq. 10 with prompt weight 1 - p).
+
+    It needs rewards of +-1 and `GroupMean`: A is 2 (1 - p) for right answers, -2 p for wrong ones.
+    p is at most 0.98, as in the authors' code. The gradient is twice the paper's, with the mean
+    over tokens in place of their sum; the value is that of the weights, not of log r and log q.
+    """
+
+    def __init__(self, epsilon: PositiveFloat = 1.0):
+        self.epsilon = epsilon
+
+    def weights(self, ratio_N, advantage_N):
+        negative_N = advantage_N < 0
+        share_N = (-advantage_N / 2).clamp(max=0.98)
+        quotient_N = (1 - share_N * ratio_N) / (1 - share_N)
+        weight_N = torch.where(negative_N, ratio_N / quotient_N.clamp(min=self.epsilon), 1.0)
+        return weight_N, negative_N & (quotient_N < self.epsilon)
+
+
+class ClippedLoss(WeightedLoss):
+    """Weights that depend on whether r lies within bounds.
+
+    Args:
+        clip_low: the lower bound of r is 1 - clip_low.
+        clip_high: the upper bound of r is 1 + clip_high.
+    """
+
+    def __init__(self, clip_low: NonNegativeFloat = 0.2, clip_high: NonNegativeFloat = 0.2):
+        self.low = 1 - clip_low
+        self.high = 1 + clip_high
+
+
+class CISPO(ClippedLoss):
     """w = clip(r, 1 - clip_low, 1 + clip_high); no token is dropped (MiniMax-M1,
     arXiv:2506.13585)."""
 
@@ -148,7 +172,7 @@ class CISPO(WeightedLoss):
         return clipped_N, clipped_N != ratio_N
 
 
-class REC(WeightedLoss):
+class REC(ClippedLoss):
     """w = M_t, a mask that stands for clipping (arXiv:2509.24203)."""
 
     @abstractmethod
