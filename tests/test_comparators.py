@@ -17,6 +17,7 @@ from topr.advantages import (
     GroupExponential,
     GroupMean,
     GroupNormalised,
+    GroupQuantile,
     LeaveOneOut,
     groups_without_signal,
     place_in_group,
@@ -32,6 +33,7 @@ from topr.losses import (
     NFT,
     OPMD,
     PPO,
+    QRPO,
     REINFORCE,
     TOPR,
     VESPO,
@@ -107,6 +109,12 @@ def nft_weight(r, A, epsilon=1.0):
     return r / max((1 - p * r) / (1 - p), epsilon)
 
 
+def qrpo(d, lp, A):
+    log_z = 1 / 0.04 + math.log(0.04 * (1 - math.exp(-1 / 0.04)))  # of a uniform quantile
+    residual = A + 1 - 0.04 * log_z - 0.04 * sum(d)
+    return residual**2, np.full(len(d), -2 * 0.04 * residual)
+
+
 def weighted(weight):
     def formula(d, lp, A):
         w = np.array([weight(math.exp(x), A) for x in d])
@@ -153,6 +161,7 @@ FORMULAS = {
     "VESPO of tokens": (VESPO(ratio="token"), vespo_of_tokens),
     "PPO, masked": (MaskedPPO(delta=0.3), masked_ppo),
     "OPMD": (OPMD(0.3), opmd),
+    "QRPO": (QRPO(0.04), qrpo),
     "KTO": (KTO(0.2), kto),
 }
 
@@ -168,7 +177,7 @@ def test_value_and_gradient_equal_the_formula(name, distance):
         same(output.loss_B[i].item(), value)
         same(gradients[i], slope)
         same(output.log_ratio_B[i], sum(pi[i] - mu[i]))
-        if name in ("OPMD", "KTO"):
+        if name in ("OPMD", "KTO", "QRPO"):
             continue
         same(output.weight_B[i], -slope.sum() / A)
         if name.startswith(("PPO", "REC")):  # what is truncated has no gradient
@@ -213,7 +222,9 @@ def test_losses_of_pairs_equal_their_formula(loss, formula, distance):
         same(gradients[i + 1] / 2, -slope)
 
 
-@pytest.mark.parametrize(("loss", "copies"), [(DPO(0.2), 2), (IPO(), 2), (KTO(0.2), 1)])
+@pytest.mark.parametrize(
+    ("loss", "copies"), [(DPO(0.2), 2), (IPO(), 2), (KTO(0.2), 1), (QRPO(), 1)]
+)
 def test_the_weight_of_a_squared_or_preference_loss_is_the_size_of_the_gradient(loss, copies):
     pi, mu, _ = batch()
     output, gradients = evaluate(loss, pi, mu, SIGNS)
@@ -271,6 +282,12 @@ def nft(lp, mu, R, V, A):
     return -(1 - p) * straight_through.log().mean()
 
 
+def quantile_regression(lp, mu, R, V, A):
+    quantile = 1 if R > 0 else (1 - V) / 2
+    log_z = math.log(0.04 * (math.exp(1 / 0.04) - 1))
+    return (quantile - 0.04 * log_z - 0.04 * (lp - mu).sum()) ** 2
+
+
 def incomplete_gamma(lp, mu, R, V, A):
     k, rate = torch.tensor([2.0, 3.0] if A >= 0 else [3.0, 2.0], dtype=torch.float64)
     x = (lp - mu).sum().exp()
@@ -280,6 +297,7 @@ def incomplete_gamma(lp, mu, R, V, A):
 
 EQUIVALENT = {  # a loss and an advantage are this often the paper's loss
     "NFT": (NFT(), GroupMean(), nft, 2),
+    "QRPO": (QRPO(0.04), GroupQuantile(), quantile_regression, 1),
     "VESPO's surrogate": (VESPO(), GroupMean(), incomplete_gamma, 1),
 }
 
@@ -308,6 +326,12 @@ def test_equivalences(loss, advantage, formula, factor, distance):
         same(gradient, factor * log_probs.grad.numpy())
 
 
+def test_qrpo_is_opmd_with_another_advantage():
+    pi, mu, advantage = batch()
+    opmd = gradient_of(OPMD(0.1), pi, mu, advantage - 0.1 * math.log(0.1))
+    same(gradient_of(QRPO(0.1), pi, mu, advantage), 2 * 0.1 * opmd)
+
+
 def deviation(R):
     return np.std(R, ddof=1) if len(R) > 1 else 0
 
@@ -322,6 +346,7 @@ ADVANTAGES = {  # from a reward r and all rewards R of its group
     LeaveOneOut(): lambda r, R: r - mean_of_others(r, R),
     GroupNormalised(): lambda r, R: (r - np.mean(R)) / (deviation(R) + 1e-4),
     GroupExponential(2.0): lambda r, R: (r - np.mean(R)) * math.exp((r - np.mean(R)) / 2),
+    GroupQuantile(): lambda r, R: sum(x <= r for x in R) / len(R) - 1,
 }
 
 
@@ -348,7 +373,8 @@ def test_groups_of_equal_rewards_have_no_signal_and_are_counted(advantage):
     group = np.array([3, 3, 3, 0, 0, 1, 1, 2])
     found = advantage(reward, group, np.random.default_rng(0))
     shift = getattr(advantage, "shift", 0)
-    assert (found[:3] == -shift).all() and found[7] == 0 and (found[3:7] != 0).all()
+    assert (found[:3] == -shift).all() and found[7] == 0
+    assert (found[4:6] != 0).all()  # the negatives: the best of a group may have 0
     assert groups_without_signal(-abs(found), group) == (1 if shift else 2)
 
 
@@ -391,6 +417,7 @@ def test_place_in_group():
         ("losses.OPMD", "tau", -1, 0),
         ("losses.MaskedPPO", "delta", -1, 0),
         ("losses.NFT", "epsilon", 0, 0.5),
+        ("losses.QRPO", "beta", 0, 0.1),
         ("losses.VESPO", "k_minus", 0, 1),
         ("advantages.PositiveShare", "share", 1.0, 0.99),
         ("advantages.GroupExponential", "temperature", 0, 1),

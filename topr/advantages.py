@@ -126,6 +126,19 @@ class GroupExponential(Advantage):
         return difference * np.exp(difference / self.temperature)
 
 
+class GroupQuantile(Advantage):
+    """A = share of the group with a reward at most R, less 1: 0 for the best, below 0 for others.
+
+    The advantage of QRPO (arXiv:2507.08068); the group itself stands for the paper's reference
+    rewards. Where all rewards of a group are equal, A = 0, be they right or wrong.
+    """
+
+    def __call__(self, reward, group, rng):
+        from pandas import Series
+
+        return Series(reward).groupby(group).rank(method="max", pct=True).to_numpy() - 1
+
+
 def centred(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     """R - mean of the group, in float64; exactly 0 where all rewards of a group are equal."""
     reward = reward.astype(np.float64)  # sums of equal float32 numbers are exact in float64

@@ -12,6 +12,7 @@ __getattr__ = lazy(
         "NFT",
         "OPMD",
         "PPO",
+        "QRPO",
         "RECOneSide",
         "RECRing",
         "RECTwoSide",

@@ -4,6 +4,7 @@ Shapes and symbols: see `losses/base.py`. r is the ratio of a token, s = e^(h/T)
 the gradient.
 """
 
+import math
 from abc import abstractmethod
 
 import torch
@@ -234,3 +235,21 @@ class OPMD(Loss):
         loss_B = penalty_B - advantage_B * sum_tokens(log_probs_N, length_B)
         weight_B = torch.ones_like(log_ratio_B)  # of the first term
         return whole_response_output(loss_B, log_ratio_B, weight_B)
+
+
+class QRPO(Loss):
+    """(R_q - beta log Z - beta h)^2 on whole sequences, without 1/T, where R_q is the quantile of R
+    among rewards of mu (arXiv:2507.08068, Algorithm 1).
+
+    `GroupQuantile` gives A = R_q - 1. Of Z = beta (e^(1/beta) - 1) the -1 is left out, as in the
+    paper, which needs a small beta: beta log Z = beta log beta + 1.
+    """
+
+    def __init__(self, beta: PositiveFloat = 0.003):
+        self.beta = beta
+
+    def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
+        log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
+        residual_B = advantage_B - self.beta * (math.log(self.beta) + log_ratio_B)
+        weight_B = 2 * self.beta * residual_B.abs()
+        return whole_response_output(residual_B.square(), log_ratio_B, weight_B)
