@@ -45,7 +45,8 @@ from topr.losses import (
 )
 
 INF = math.inf
-OVERLAYS = sorted((Path(__file__).parent.parent / "configs" / "loss").glob("*.yaml"))
+ROOT = Path(__file__).parent.parent
+OVERLAYS = sorted((ROOT / "configs" / "loss").glob("*.yaml"))
 SIGNS = np.tile([1.0, -1.0], 20)
 
 
@@ -272,6 +273,29 @@ def test_gradients_are_equal(loss, other):
 # gradient, log mu, its reward R of +-1, the mean reward V of its group and the advantage A.
 
 
+def apo_zero_unpaired(lp, mu, R, V, A):
+    chosen = torch.sigmoid(0.2 * (lp - mu).sum())
+    return 1 - chosen if R > 0 else chosen
+
+
+def dro(lp, mu, R, V, A):
+    return (R - V - 0.3 * (lp - mu).sum()) ** 2 / 2
+
+
+def weighted_reinforce(lp, mu, R, V, A):
+    return -0.1 * lp.mean() if R > 0 else lp.mean()
+
+
+def iw_sft(lp, mu, R, V, A):
+    weight = (lp - mu).sum().exp().clamp(max=2).detach()
+    return -weight * lp.mean() if R > 0 else 0 * lp.sum()
+
+
+def clip_higher(lp, mu, R, V, A):
+    r = (lp - mu).exp()
+    return -torch.minimum(r * A, r.clamp(0.8, 1.28) * A).mean()
+
+
 def nft(lp, mu, R, V, A):
     p = (V + 1) / 2
     r = (lp - mu).exp()
@@ -296,6 +320,11 @@ def incomplete_gamma(lp, mu, R, V, A):
 
 
 EQUIVALENT = {  # a loss and an advantage are this often the paper's loss
+    "TRL's apo_zero_unpaired is KTO": (KTO(0.2), Baseline(), apo_zero_unpaired, 1),
+    "DRO with the group's mean is OPMD": (OPMD(0.3), GroupMean(), dro, 1 / 0.3),
+    "W-REINFORCE": (TOPR(0.1, 0.1, 1, 1), Baseline(), weighted_reinforce, 1),
+    "iw-SFT of trajectories": (TOPR(0, 2, 0, 0), Baseline(), iw_sft, 1),
+    "DAPO's clip-higher is GRPO's": (PPO(0.2, 0.28), GroupNormalised(), clip_higher, 1),
     "NFT": (NFT(), GroupMean(), nft, 2),
     "QRPO": (QRPO(0.04), GroupQuantile(), quantile_regression, 1),
     "VESPO's surrogate": (VESPO(), GroupMean(), incomplete_gamma, 1),
@@ -330,6 +359,19 @@ def test_qrpo_is_opmd_with_another_advantage():
     pi, mu, advantage = batch()
     opmd = gradient_of(OPMD(0.1), pi, mu, advantage - 0.1 * math.log(0.1))
     same(gradient_of(QRPO(0.1), pi, mu, advantage), 2 * 0.1 * opmd)
+
+
+def test_the_token_normaliser_of_dapo_weighs_trajectories_by_their_length():
+    """Hence it is not GRPO's: the weight depends on the other trajectories of the batch."""
+    pi, mu, advantage = batch(1.0)
+    length = np.array([len(m) for m in mu])
+    log_probs_N = torch.tensor(np.concatenate(pi), requires_grad=True)
+    r_N = (log_probs_N - torch.tensor(np.concatenate(mu))).exp()
+    A_N = torch.tensor(np.repeat(advantage, length))
+    (-torch.minimum(r_N * A_N, r_N.clamp(0.8, 1.28) * A_N).sum() / length.sum()).backward()
+    mean_over_trajectories = gradient_of(PPO(0.2, 0.28), pi, mu, advantage) / len(mu)
+    same(log_probs_N.grad, np.repeat(length / length.mean(), length) * mean_over_trajectories)
+    assert np.ptp(length) > 0
 
 
 def deviation(R):
@@ -460,6 +502,8 @@ def test_overlays_write_every_argument_so_that_one_replaces_another(path):
         assert (type(made.model.loss), type(made.data.advantage)) == METHODS[path.stem]
     same_name = path.stem.replace("_", "") == type(made.model.loss).__name__.lower()
     assert same_name == (path.stem not in METHODS)
+    row = [path.stem, type(made.model.loss).__name__, type(made.data.advantage).__name__]
+    assert f"| `{'` | `'.join(row)}`" in (ROOT / "topr/losses/README.md").read_text("utf-8")
     if path.stem == "gspo":
         assert made.model.loss.ratio == "sequence_mean"
     if path.stem == "asymre":
