@@ -8,13 +8,14 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
-from transformers import AutoModelForCausalLM
 
 from topr.commands import ArgumentParser, command
 from topr.distributed import end_rank_with_launcher, gather, rank, world_size
@@ -25,7 +26,7 @@ from topr.evaluation.report import write_report
 from topr.identity import policy_hash
 from topr.io import InputError, check_folder, write_text
 from topr.policy import Policy, load_policy, load_tokenizer, own_device
-from topr.policy.files import load_config, load_generation_config
+from topr.policy.files import load_generation_config
 from topr.sampling import LocalSampler, ServerSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
@@ -190,9 +191,7 @@ class Evaluation:
         """Load a policy to this process's device, and set the number of threads."""
         gc.collect()  # reference cycles may hold the policy before
         if self.server and not self.log_probs:  # its weights are not needed
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(load_config(name))
-            model.generation_config = load_generation_config(name)
+            model: Any = SimpleNamespace(generation_config=load_generation_config(name))
             return Policy(model, load_tokenizer(name), name)
         with own_device():
             policy = load_policy(name)

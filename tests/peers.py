@@ -33,8 +33,8 @@ def read(folder: Path) -> list[dict]:
     return pq.read_table(folder / "train.parquet").to_pylist()
 
 
-def datasets_of(arm: str, rows: list[dict]) -> list[dict]:
-    """The trajectories in the form that a trainer asks for."""
+def datasets_of(arm: str, rows: list[dict], text=text) -> list[dict]:
+    """The trajectories in the form that a trainer asks for; `text` decodes ids."""
     if arm == "kto":
         rows = random.Random(0).sample(
             rows, len(rows)
@@ -69,7 +69,7 @@ def datasets_of(arm: str, rows: list[dict]) -> list[dict]:
         for group in groups.values()
         for a, b in zip(
             *([r for r in group if (r["reward"] > 0) == good] for good in (True, False)),
-            strict=True,
+            strict=False,
         )
     ]
 

@@ -23,14 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+import yaml
 from numpy.random import default_rng
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.arithmetic.imitation import imitate, make_tokenizer
+from data.arithmetic.imitation import imitate, make_policy, make_tokenizer
 from data.arithmetic.make import demonstrations
 from topr.io import write_text
-from topr.policy import Policy, export_policy
-from topr.policy.model import choose_forward
+from topr.policy import export_policy
 from topr.trajectories import read_trajectories
 
 ROOT = Path(__file__).parent.parent
@@ -81,29 +80,12 @@ class Server:
     __exit__ = kill
 
 
-def make_policy(out: Path, seed: int) -> Path:
+def make_wide(out: Path, seed: int) -> Path:
     """A policy of the embedded task whose heads are wide enough for vLLM on a CPU."""
     torch.manual_seed(seed)
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    policy = Policy(LlamaForCausalLM(config), tokenizer, "wide")
-    choose_forward(policy)
-    setting = {"operations": [2, 3, 4], "weights": None, "max_new_tokens": 40, "filler": False}
-    errors = {"direct": 0.2, "missing": 0.12, "digit": 0.06, "skip": 0.06, "loop": 0.06}
-    imitate(
-        policy, demonstrations(setting | {"errors": errors | {"carry": {}}}, default_rng(seed)), 400
-    )
+    setting = yaml.safe_load((ROOT / "data/arithmetic/setting.yaml").read_text())
+    policy = make_policy(make_tokenizer(), heads=2)
+    imitate(policy, demonstrations(setting, default_rng(seed)), 400)
     export_policy(policy, out)
     return out
 
@@ -161,7 +143,7 @@ def main():
     parser.add_argument("--dtype", default="float32", help="of the servers")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp())
-    policy = args.policy or make_policy(work / "policy", 0)
+    policy = args.policy or make_wide(work / "policy", 0)
     lines = args.problems.read_text().splitlines(keepends=True)[: args.limit]
     write_text(work / "problems.jsonl", "".join(lines))
     common = ["--config", args.config, "--model.policy", policy, "--data.samples", args.samples]
@@ -231,7 +213,7 @@ def main():
         kept = responses(work / "none")
         assert 0 < len(kept) < len(lines) * args.samples
 
-    other = make_policy(work / "other", 1) if args.policy is None else None
+    other = make_wide(work / "other", 1) if args.policy is None else None
     with Server(args.python, policy, 8143, *more) as third:
         run("train.py", *served("none", third))
         resumed = responses(work / "none")

@@ -31,14 +31,14 @@ def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
     )
 
 
-def make_policy(tokenizer: PreTrainedTokenizerFast) -> Policy:
+def make_policy(tokenizer: PreTrainedTokenizerFast, heads: int = 4) -> Policy:
     """A randomly initialised Llama with 160k parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
