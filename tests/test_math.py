@@ -181,6 +181,6 @@ def test_training_rows_have_their_gold_in_the_last_box(tmp_path):
     path.write_text(json.dumps(solution) + "\n" + json.dumps(answer))
     problems = MATH().problems(path)
     assert [(p.id, p.gold) for p in problems] == [("0", r"\frac{1}{2}"), ("test/b", "4")]
-    path.write_text(json.dumps({"problem": "a", "solution": "5"}))
+    path.write_text(json.dumps({"problem": "a", "solution": "A proof without a box. " * 20}))
     with pytest.raises(InputError, match="train.jsonl: math finds no answer to 0"):
         MATH().problems(path)

@@ -177,6 +177,15 @@ def test_rows_come_from_json_lines_and_parquet(tmp_path):
     assert load_rows(tmp_path / "a.parquet", TYPES) == rows
 
 
+def test_a_key_has_the_first_of_its_names_that_a_row_holds(tmp_path):
+    rows = [{"b": "1", "c": "2"}, {"c": "3", "a": "4"}, {"d": "5"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    types = {"a|b|c": (str, NoneType)}
+    assert [row.get("a") for row in load_rows(tmp_path / "a.jsonl", types)] == ["1", "4", None]
+    with pytest.raises(InputError, match=r"row 3: key 'a\|b\|c' holds None, expected str"):
+        load_rows(tmp_path / "a.jsonl", {"a|b|c": (str,)})
+
+
 @pytest.mark.parametrize(("suffix", "compression"), [("gz", "gzip"), ("zst", "zstd")])
 def test_compressed_json_lines_are_read_whole_or_rejected(tmp_path, suffix, compression):
     path = tmp_path / f"a.jsonl.{suffix}"

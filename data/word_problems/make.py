@@ -19,7 +19,7 @@ from topr.commands import ArgumentParser, command
 from topr.io import explained, write_text
 from topr.iterate import LOGGER, train
 from topr.policy import Policy, export_policy, load_tokenizer
-from topr.tasks import GSM8K
+from topr.tasks import GSM8K, Problem
 from topr.trajectories.importing import import_files
 from topr.trajectories.rows import load_rows
 
@@ -57,8 +57,8 @@ def make(
     task = GSM8K()
     tokenizer = load_tokenizer(policy)
     imitated = []
-    for index, row in enumerate(rows[:solutions]):
-        prompt = task.prompt(task.problem(row, index), tokenizer)
+    for row in rows[:solutions]:
+        prompt = task.prompt(Problem("", row["question"], ""), tokenizer)
         imitated.append({"prompt": prompt, "response": row["solution"], "reward": 1})
     write_lines(out / "solutions.jsonl", imitated)
     solved = str(out / "solutions.parquet")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Task, after_thinking, exact_grade
+from topr.tasks.task import Grade, Task, after_thinking, exact_grade
 
 # A sign (none in "18-20"), a dollar sign, thousands with or without commas, a decimal part.
 # ASCII digits only: `\d` also matches other scripts.
@@ -16,16 +16,17 @@ SENTENCE_END = re.compile(r"\n|[.!?](?![0-9])")
 @dataclass(eq=False)
 class GSM8K(Task):
     """Problems from `openai/gsm8k/main:test`, or from a file of rows
-    `{"question": …, "answer": "… #### 18"}`."""
+    `{"question": …, "answer": "… #### 18"}`; without `####` the answer holds one number, as in
+    "9 (apples)"."""
 
     marker: str = "The answer is"  # the paper's: a response without it is invalid
+    skip_unanswered: bool = False  # leave out problems whose answer is not one number
     name = instruction = "gsm8k"
     sampling = Sampling(stop=["\nQuestion:"])
-    columns = {"question": (str,), "answer": (str,)}
 
-    def problem(self, row, index) -> Problem:
-        gold = last_number(row["answer"].partition("####")[2])
-        return Problem(str(row.get("id", index)), row["question"], gold or "")
+    def gold(self, answer) -> str:
+        answer = str(answer).rpartition("####")[2]
+        return last_number(answer) or "" if len(NUMBER.findall(answer)) == 1 else ""
 
     def grade(self, response: str, gold: str) -> Grade:
         """The answer is the last number of the first sentence after the last marker, as in

@@ -14,10 +14,9 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
-from types import NoneType
 
 from topr.sampling import Sampling
-from topr.tasks.task import Grade, Problem, Task, after_thinking
+from topr.tasks.task import Grade, Task, after_thinking
 
 SECONDS = 4  # per comparison
 LONGEST = 400  # characters of an answer
@@ -33,7 +32,7 @@ SPELLING = [
     # Layout: sizes, spaces, dollar and percent signs, the end of a line or sentence.
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|newline)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+", " "),
-    (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$", ""),
+    (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$|(?<=\d)\.(?=/)", ""),
     # One name for each symbol and command.
     ("π", r"\\pi "),
     ("∞", r"\\infty "),
@@ -58,7 +57,8 @@ FORMULA = [
     (r"^[a-zA-Z] *\\in(?![a-zA-Z])", ""),
     # Commands without a backslash.
     (r"(?<![a-zA-Z\\])(pi|infty|sqrt)(?![a-zA-Z])", r"\\\1 "),
-    # Numbers: 1/2, 1 1/2, 10 000, .5
+    # Numbers: 4.5e33, 1/2, 1 1/2, 10 000, .5
+    (r"(?<=\d)e\+?(-?\d+)", r"\\cdot10^{\1}"),
     (r"(^-?|\d )(\d+) ?/ ?(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d) (?=\d{3}(?!\d))", ""),
     (r"(?<![\d.])\.(?=\d)", "0."),
@@ -72,17 +72,17 @@ FORMULA = [
 
 
 class MATH(Task):
-    """MATH (Hendrycks et al., 2021) and its selection MATH-500. Rows hold `problem` and either
-    `answer` or, as in the training split, `solution`, whose last box is the answer."""
+    """MATH (Hendrycks et al., 2021), its selection MATH-500, and competitions. Rows hold `problem`
+    and either `answer` or, as in the training split, `solution`, whose last box is the answer.
+    Several answers, as in OlympiadBench, are right in any order."""
 
     name = instruction = "math"
     sources = [EQUIVALENCE]
     sampling = Sampling(stop=["\nQuestion:"])
-    columns = {"problem": (str,), "answer": (str, NoneType), "solution": (str, NoneType)}
 
-    def problem(self, row, index) -> Problem:
-        gold = row.get("answer") or last_box(row.get("solution") or "")
-        return Problem(str(row.get("unique_id", index)), row["problem"], gold or "")
+    def gold(self, answer) -> str:
+        text = ", ".join(answer) if isinstance(answer, list) else str(answer)
+        return last_box(text) or (text if len(text) <= LONGEST else "")
 
     def grade(self, response: str, gold: str) -> Grade:
         """+1 if the last complete box means the same as the gold.

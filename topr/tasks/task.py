@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 import yaml
@@ -52,8 +53,14 @@ class Task(Configurable, ABC):
     sources: list[Path] = []  # files beside the class's own module that decide grades
     instruction = ""  # a key of prompts.yaml; none: the prompt is the problem's own
     marker = ""  # what the instruction asks for
-    # columns of the problem file with their types; a column `id` is optional
-    columns: dict[str, tuple[type, ...]] = {"prompt": (str,), "gold": (str,)}
+    skip_unanswered = False  # leave out problems without a gold, which are an error otherwise
+    # columns of the problem file by all their names, with their types; see `load_rows`
+    columns: dict[str, tuple[type, ...]] = {
+        "id|unique_id": (str, int, NoneType),
+        "body|Body": (str, NoneType),  # stands before the question
+        "prompt|question|Question|problem|Problem": (str,),
+        "gold|answer|Answer|final_ans|final_answer|solution": (str, int, float, list),
+    }
 
     def problems(self, source: str | Path) -> list[Problem]:
         """Read problems from a file or a hub data set, as `load_rows` does.
@@ -66,15 +73,20 @@ class Task(Configurable, ABC):
         rows = load_rows(source, self.columns)
         problems = [self.problem(row, index) for index, row in enumerate(rows)]
         for problem in problems:
-            if not problem.gold:
+            if not problem.gold and not self.skip_unanswered:
                 raise InputError(f"{source}: {self.name} finds no answer to {problem.id}; add one")
         if len({problem.id for problem in problems}) < len(problems):
             raise InputError(f"{source}: several problems have the same id; make ids unique")
-        return problems
+        return [problem for problem in problems if problem.gold]
 
     def problem(self, row: dict, index: int) -> Problem:
         """Convert a row of the problem file. Without an `id` the row's index is the id."""
-        return Problem(str(row.get("id", index)), row["prompt"], row["gold"])
+        prompt = " ".join(filter(None, [row.get("body"), row["prompt"]]))
+        return Problem(str(row.get("id", index)), prompt, self.gold(row["gold"]))
+
+    def gold(self, answer) -> str:
+        """The reference answer in what a row says; empty: there is none."""
+        return str(answer)
 
     def prompt(self, problem: Problem, tokenizer) -> Prompt:
         """The prompt for a problem; `encode_prompt` tokenises it.

@@ -17,7 +17,8 @@ def load_rows(source: str | Path, types: Types) -> list[Row]:
 
     Args:
         source: JSON lines (also .gz and .zst), Parquet, or `owner/name[/config]:split` on the hub.
-        types: of keys; those of a key that may be absent or null include `NoneType`.
+        types: of keys; those of a key that may be absent or null include `NoneType`. `a|b|c` is one
+            key that data sets call differently: rows get the first of these that they hold as `a`.
 
     Raises:
         InputError: if the source cannot be read or is empty, or a key is absent or mistyped.
@@ -28,12 +29,17 @@ def load_rows(source: str | Path, types: Types) -> list[Row]:
     if not rows:
         raise InputError(f"{source} holds no row")
     for number, row in enumerate(rows, start=1):
-        for key, accepted in types.items():
+        for names, accepted in types.items():
+            key, *others = names.split("|")
+            for other in others:
+                if other in row:
+                    row.setdefault(key, row[other])
             value = row.get(key)
             if type(value) not in accepted:  # isinstance takes a boolean for an int
                 expected = " or ".join(kind.__name__ for kind in accepted)
                 raise InputError(
-                    f"{source}, row {number}: key {key!r} holds {value!r:.40}, expected {expected}"
+                    f"{source}, row {number}: key {names!r} holds {value!r:.40}, "
+                    f"expected {expected}"
                 )
     return rows
 
