@@ -63,6 +63,8 @@ class Evaluation:
         out: folder to write.
         overwrite: replace the results of another evaluation in this folder.
         seed: of sampling and of the intervals.
+        seeds: sample with this many, from `seed` on; figures are then means over all of them, and
+            the rows `over seeds` have intervals over the seeds instead of the problems.
         devices: processes that share the problems; by default all GPUs, or one CPU process.
     """
 
@@ -80,6 +82,7 @@ class Evaluation:
     out: Path = Path("results")
     overwrite: bool = False
     seed: NonNegativeInt = 0
+    seeds: PositiveInt = 1
     devices: PositiveInt | None = None
 
     def run(self):
@@ -93,24 +96,32 @@ class Evaluation:
         results: dict[str, dict] = {}  # by policy and benchmark
         first = {}  # metrics of the first policy, by benchmark
         trajectories = []
-        for (policy, name), job in jobs.items():
-            responses = self.responses(name, job)
-            values = self.metrics(name, job, responses)
+        metadata = []
+        for (policy, name), first_job in jobs.items():
+            by_seed = []  # metrics of each problem
+            for number in range(self.seeds):
+                job = replace(first_job, seed=self.seed + number)
+                responses = self.responses(name, job)
+                by_seed.append(self.metrics(name, job, responses))
+                for trajectory in responses:
+                    trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
+                trajectories += responses
+                metadata.append(job.metadata)
+            values = sum(by_seed) / self.seeds
             rows = results.setdefault(policy, {})
-            counts = {"problems": len(job.problems), "samples": job.samples}
-            rows[name] = counts | summarise(values, self.seed)
+            rows[name] = {"problems": len(job.problems), "samples": job.samples}
+            rows[name] |= summarise(values, self.seed)
+            if self.seeds > 1:
+                means = [metrics.mean() for metrics in by_seed]
+                rows[f"{name}, over seeds"] = summarise(pd.DataFrame(means), self.seed)
             if name not in first:
                 first[name] = values
             else:  # paired by problem
                 rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
-            for trajectory in responses:
-                trajectory.group = f"{policy}, {name}, {trajectory.prompt_id}"
-            trajectories += responses
         if rank() == 0:
             # `fit` refuses responses of several tokenizers
-            several = {"tokenizer": "several"}
-            metadata = several | agreed([job.metadata for job in jobs.values()])
-            write_trajectories(self.out / "responses.parquet", trajectories, metadata)
+            common = {"tokenizer": "several"} | agreed(metadata)
+            write_trajectories(self.out / "responses.parquet", trajectories, common)
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
 
@@ -118,7 +129,7 @@ class Evaluation:
         """Write to `out` what its results are of. An InputError if it holds results of others."""
         verifier = self.verifier and policy_hash(self.verifier)
         sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
-        text = json.dumps([self.k, verifier, self.critiques, sampled])
+        text = json.dumps([self.k, verifier, self.critiques, sampled, *range(1, self.seeds)])
         path = self.out / "arguments.json"
         check_folder("--out", self.out)
         same = path.exists() and path.read_text() == text
@@ -130,7 +141,9 @@ class Evaluation:
         write_text(path, text)
 
     def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
-        """What to sample, by policy and benchmark. An InputError for what cannot be sampled."""
+        """What to sample, by policy and benchmark. An InputError for what cannot be sampled.
+
+        A name's second file stands under NAME=FILE."""
         k = max(self.k, default=1)
         if self.server and (len(self.policy) > 1 or self.verifier):
             raise InputError(
@@ -148,7 +161,7 @@ class Evaluation:
                     max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
                     temperature=0.0 if self.greedy else task.sampling.temperature,
                 )
-                jobs[policy, name] = SamplingJob(
+                jobs[policy, argument if (policy, name) in jobs else name] = SamplingJob(
                     policy,
                     task,
                     task.problems(source),
@@ -161,7 +174,7 @@ class Evaluation:
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
-        folder = self.out / "responses" / f"{name}-{job.responses_hash}"
+        folder = self.out / "responses" / f"{Path(name).name}-{job.responses_hash}"
         policy = cache(self.load)
         sampler = ServerSampler(self.server) if self.server else LocalSampler()
         with torch.autocast(own_device().type, torch.bfloat16, PRECISION == "bf16-mixed"):
@@ -205,11 +218,11 @@ class Evaluation:
         values = per_problem(responses, self.k, weights)
         lenient = []  # grades by the task's lenient rule, if it has one
         for row in responses:
-            grade = job.task.grade_leniently(before(row.response, job.sampling.stop), row.gold)
-            if grade is not None:
-                lenient.append(grade.reward > 0)
-        if len(lenient) == len(responses):
-            values["lenient"] = np.reshape(lenient, (-1, job.samples)).mean(axis=1)
+            said = before(row.response, job.sampling.stop)
+            lenient.append(job.task.grade_leniently(said, row.gold))
+        correct = [grade.reward > 0 for grade in lenient if grade]
+        if correct:
+            values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)
         return values
 
     def weights(self, name: str, task: Task, solutions: list[Trajectory]) -> list[float]:
@@ -233,8 +246,13 @@ def main():
     end_rank_with_launcher()
     parser = ArgumentParser(description=Evaluation.__doc__)
     parser.add_argument("--policy", nargs="+", required=True, help="folders or hub names")
-    known = "a benchmark or a task's class path; FILE: its problems"
-    parser.add_argument("--benchmark", nargs="+", required=True, metavar="NAME[=FILE]", help=known)
+    parser.add_argument(
+        "--benchmark",
+        nargs="+",
+        required=True,
+        metavar="NAME[=FILE]",
+        help="a benchmark or a task's class path; FILE: its problems",
+    )
     parser.add_argument(
         "--k", nargs="+", type=PositiveInt, default=[], help="of pass@k; default: the samples"
     )
@@ -242,8 +260,9 @@ def main():
         "--server", nargs="+", default=[], help="addresses, up to and including /v1, that sample"
     )
     parser.add_argument("--greedy", action="store_true", help="one response of likeliest tokens")
-    skipped = {"policy", "benchmark", "k", "server", "greedy"}
-    parser.add_class_arguments(Evaluation, as_group=False, skip=skipped)
+    parser.add_class_arguments(
+        Evaluation, as_group=False, skip={"policy", "benchmark", "k", "server", "greedy"}
+    )
     with command():
         args = parser.parse_args()
         if args.greedy:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import ROOT, make_policy, rejected
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ from topr.tasks import Grade, Task
 from topr.trajectories import read_trajectories
 
 ARITHMETIC = ROOT / "data" / "arithmetic"
+HALVES = (slice(136), slice(136, None))  # 34 problems with 4 responses each
 SHARE = {"mean": 0.25, "interval": [0.125, 0.5]}
 
 
@@ -90,6 +92,45 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     assert cell("length", difference["length"]) in output
 
 
+def test_several_seeds_are_averaged_and_their_spread_is_shown(run, command, policy, problems):
+    other = make_policy(command.folder / "other", seed=1, scale=0.5)
+    policies = [policy, other]
+    alone, _ = command("out", "--seed", 3)
+    rows = {}  # of both policies with each seed
+    for seed in (3, 4):
+        command(f"{seed}", "--seed", seed, policies=policies)
+        rows[seed] = read_trajectories(command.folder / f"{seed}" / "responses.parquet")
+    given = ["--policy", policy, "--benchmark", f"arithmetic={problems}", "--out", "out"]
+    given += ["--samples", 4, "--max_new_tokens", 8, "--seed", 3]
+    rejected(run, "holds results of other", *given, "--seeds", 2, main=evaluate.main)
+    command("out", "--seed", 3, "--seeds", 2, "--overwrite", "true", policies=policies)
+    out = command.folder / "out"
+    assert len(list(out.glob("responses/*"))) == 4  # one was there
+    first, second = [[per_problem(rows[seed][part]) for seed in rows] for part in HALVES]
+    results = json.loads((out / "results.json").read_text())
+    row = results[str(other)]
+    assert row["arithmetic"].items() >= summarise((second[0] + second[1]) / 2, 3).items()
+    means = pd.DataFrame([values.mean() for values in second])
+    assert row["arithmetic, over seeds"] == summarise(means, 3)
+    low, high = sorted(means["length"])
+    assert row["arithmetic, over seeds"]["length"]["interval"] == [low, high] != [low, low]
+    difference = (second[0] + second[1]) / 2 - (first[0] + first[1]) / 2
+    assert row["arithmetic, difference to first"] == summarise(difference, 3)
+    assert alone.items() >= summarise(first[0], 3).items()
+    assert len(read_trajectories(out / "responses.parquet")) == 2 * 2 * 136
+
+
+def test_each_file_of_a_benchmark_has_a_row(command, problems):
+    first = "".join(problems.read_text().splitlines(True)[:3])
+    (command.folder / "first.jsonl").write_text(first)
+    other = "arithmetic=./first.jsonl"
+    command("out", "--benchmark", f"arithmetic={problems}", other)
+    out = command.folder / "out"
+    (rows,) = json.loads((out / "results.json").read_text()).values()
+    assert {name: row["problems"] for name, row in rows.items()} == {"arithmetic": 34, other: 3}
+    assert len(list(out.glob("responses/*/part-00000.parquet"))) == 2
+
+
 def test_a_killed_evaluation_resumes(command):
     whole, _ = command("out")
     out = command.folder / "out"
@@ -121,10 +162,11 @@ def test_the_lenient_score_is_of_the_second_grade(run, policy, problems):
     given = ["--policy", policy, "--benchmark", benchmark, "--samples", 4, "--out", "out"]
     assert run(evaluate.main, *given, "--max_new_tokens", 4)[0] == 0
     rows = read_trajectories(run.folder / "out" / "responses.parquet")
-    expected = np.mean([len(re.split("[123]", row.response)[0]) >= 2 for row in rows])
+    right = [len(re.split("[123]", row.response)[0]) >= 2 for row in rows]
+    expected = summarise(pd.DataFrame({"lenient": np.reshape(right, (-1, 4)).mean(axis=1)}))
     results = json.loads((run.folder / "out" / "results.json").read_text())
     row = results[str(policy)]["test_evaluate.Parity"]
-    assert row["lenient"]["mean"] == pytest.approx(expected) != row["pass@1"]["mean"]
+    assert row["lenient"] == expected["lenient"] != row["pass@1"]
 
 
 def test_greedy_takes_the_likeliest_token_once(command):

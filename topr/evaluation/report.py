@@ -8,7 +8,7 @@ import pandas as pd
 from topr.io import atomic, write_text
 
 Row = dict  # counts and, by metric, the mean with its interval
-UNITS = "Per cent (length: tokens) with 95% bootstrap intervals over problems."
+UNITS = "Per cent (length: tokens) with 95% bootstrap intervals over problems or seeds."
 
 
 def cell(name: str, value) -> str:
