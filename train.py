@@ -60,6 +60,7 @@ class CLI(LightningCLI):
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser):
+        parser.add_lightning_class_args(ExportPolicy, "export")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("model.task", "data.task", apply_on="instantiate")
@@ -200,7 +201,7 @@ def main():
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # nothing in a checkpoint is executed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when the loader forks
     quieten()
-    callbacks = [Speed(), TensorBoardExtras(), ExportPolicy(), Preemption()]
+    callbacks = [Speed(), TensorBoardExtras(), Preemption()]
     with command():
         CLI(
             PolicyModule,

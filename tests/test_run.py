@@ -76,6 +76,23 @@ def test_the_exported_policy_is_that_of_the_last_checkpoint(fitted):
     assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
 
 
+@pytest.mark.parametrize("lora", [[], ["--config", ROOT / "configs" / "lora.yaml"]])
+def test_an_export_in_bfloat16_is_the_rounded_policy(run, setting, lora):
+    _, arguments = setting
+    policies = []
+    for wide in ("false", "true"):
+        given = [*arguments, *lora, "--data.batch_size=8", "--data.test=null"]
+        code, _, err = run(train.main, "fit", *given, f"--export.bfloat16={wide}")
+        assert code == 0, err
+        policies.append(run.folder / "runs" / "arithmetic" / f"version_{len(policies)}" / "policy")
+    full, rounded = map(AutoModelForCausalLM.from_pretrained, policies)
+    assert (full.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    for (name, weight), other in zip(full.named_parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(weight.bfloat16(), other), name
+    assert load_policy(str(policies[1])).model.dtype == torch.float32  # to compute with
+    assert len(set(map(policy_hash, map(str, policies)))) == 2
+
+
 def test_tensorboard_shows_every_figure_that_the_glossary_explains(fitted):
     _, folder, _ = fitted
     sizes = {"scalars": 0, "histograms": 0, "tensors": 0}

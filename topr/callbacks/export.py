@@ -13,15 +13,20 @@ from topr.evaluation.report import Row, table
 from topr.io import write_text
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
-from topr.policy.model import export_policy
+from topr.policy.model import export_policy, load_policy
 from topr.policy.sharding import full_state_dict
 
 
 class ExportPolicy(Callback):
     """Measures the policy on data.test before and after `fit`, writes policy/ and summary.json to
-    the run's folder. A trial run (fast_dev_run) measures, and writes nothing."""
+    the run's folder. A trial run (fast_dev_run) measures, and writes nothing.
 
-    def __init__(self):
+    Args:
+        bfloat16: round the weights of policy/, which is then another policy than the one measured.
+    """
+
+    def __init__(self, bfloat16: bool = False):
+        self.bfloat16 = bfloat16
         self.measured: dict[str, Row] = {}  # before and after; empty without data.test
 
     def state_dict(self):
@@ -50,12 +55,14 @@ class ExportPolicy(Callback):
         folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:
             return
+        path = folder / "policy"
         if pl_module.lora is None:
-            export_policy(pl_module.policy, folder / "policy", weights)
+            export_policy(pl_module.policy, path, weights)
         else:
             export_policy(pl_module.policy, folder / "adapter", weights)
-            merged = merge_adapter(pl_module.policy.name, folder / "adapter")
-            export_policy(merged, folder / "policy")
+            export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
+        if self.bfloat16:
+            export_policy(load_policy(str(path)).bfloat16(), path)
         summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"policy/ and summary.json are in {folder}")
