@@ -1,11 +1,15 @@
 """GSM8K: the last number of the first sentence after the last marker, on made-up and real text."""
 
 import json
+import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SHARED
+import yaml
+from conftest import ROOT, SHARED
+from jinja2 import Template
 
 from topr.policy import load_tokenizer
 from topr.tasks import GSM8K
@@ -29,6 +33,34 @@ def test_the_last_number_of_the_sentence_after_the_marker_is_the_answer(text):
     reward = 1.0 if number == "18" else -1.0
     grade = GSM8K().grade(f"7 + 7 = 14. The answer is {text}", "18")
     assert grade == Grade(reward, number is not None, number)
+
+
+def test_the_harness_asks_and_grades_alike():
+    """lm-evaluation-harness by our task file: filters are expressions of which one match counts."""
+    file = yaml.safe_load((ROOT / "data/word_problems/lm_eval/svamp.yaml").read_text())
+    row = {"question": "How many?", "answer": "#### 18"}
+    prompt = GSM8K().prompt(Problem("", "How many?", "18"), SimpleNamespace(chat_template=""))
+    assert Template(file["doc_to_text"]).render(row) == prompt[0]["content"]
+    assert Template(file["doc_to_target"]).render(row) == "18"
+    assert file["generation_kwargs"]["until"] == GSM8K.sampling.stop
+    texts = [f"7 + 7 = 14. The answer is {text}" for text in READ]
+    texts += ["The answer is 5. The answer is 18.", "the answer is 5. 18.00", "18", "", "18 $1,8"]
+    texts += [
+        "The answer is -$1,018.00.",
+        "<think>The answer is 18</think> Five.",
+        "<think>5</think> The answer is 18",
+    ]
+    strict, lenient = file["filter_list"]
+    for text in texts:
+        for filters, grade in ((strict, GSM8K().grade), (lenient, GSM8K().grade_leniently)):
+            read = text
+            for step in filters["filter"][:-1]:
+                found = re.findall(step["regex_pattern"], read) or ["[invalid]"]
+                read = found[step.get("group_select", 0)].strip()
+            for ignored in file["metric_list"][0]["regexes_to_ignore"]:
+                read = re.sub(ignored, "", read)
+            for gold in ("18", "-1018"):
+                assert (read == gold) == (grade(text, gold).reward > 0), text
 
 
 def test_the_last_marker_counts_case_and_thoughts_matter():
