@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, listing, write
+from huggingface_hub import ModelCard
 from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import Linear
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from topr import losses
 from topr.datamodule import TrajectoryDataModule
-from topr.identity import policy_hash
+from topr.identity import file_hash, policy_hash
 from topr.module import PolicyModule
 from topr.policy.model import load_policy
 from topr.tasks import Arithmetic
@@ -74,6 +75,17 @@ def test_the_exported_policy_is_that_of_the_last_checkpoint(fitted):
     assert torch.equal(exported(ids).logits, trained.eval().model(ids).logits)
     assert not torch.equal(exported(ids).logits, start)
     assert AutoTokenizer.from_pretrained(folder / "policy")("1+1>")["input_ids"]
+
+
+def test_the_exported_policy_says_what_it_is(fitted):
+    policy, folder, _ = fitted
+    card = ModelCard.load(folder / "policy" / "README.md")
+    after = json.loads((folder / "summary.json").read_text())["after"]
+    assert card.data.library_name == "transformers"
+    assert re.search(r"\| after \| (\S+) \[", card.text)[1] == f"{100 * after['pass@1']:.1f}"
+    (data,) = policy.parent.glob("train.parquet")
+    for part in (policy, "3 updates", "topr.losses.topr.TOPR", file_hash(data)):
+        assert str(part) in card.text
 
 
 @pytest.mark.parametrize("lora", [[], ["--config", ROOT / "configs" / "lora.yaml"]])

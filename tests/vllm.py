@@ -140,6 +140,7 @@ def main():
     parser.add_argument("--problems", type=Path, default=ROOT / "data/arithmetic/test.jsonl")
     parser.add_argument("--limit", type=int, default=160, help="problems to sample")
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--rate", default="3e-3", help="learning rate that makes another policy")
     parser.add_argument("--dtype", default="float32", help="of the servers")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp())
@@ -213,16 +214,18 @@ def main():
         kept = responses(work / "none")
         assert 0 < len(kept) < len(lines) * args.samples
 
-    other = make_wide(work / "other", 1) if args.policy is None else None
     with Server(args.python, policy, 8143, *more) as third:
         run("train.py", *served("none", third))
         resumed = responses(work / "none")
         assert resumed[: len(kept)] == kept and len(resumed) == len(rows)
-    if other:
-        with Server(args.python, other, 8144, *more) as wrong:
-            output = run("train.py", *served("wrong", wrong), code=2)
-            print(output.splitlines()[-1])
-            assert "another distribution" in output
+
+    print("an exported policy is served in place of the first:")
+    fit += ["--trainer.max_steps", 10, "--model.optimizer.init_args.lr", args.rate]
+    run("train.py", *fit)
+    with Server(args.python, work / "fit/version_1/policy", 8144, *more) as wrong:
+        output = run("train.py", *served("wrong", wrong), code=2)
+        print(output.splitlines()[-1])
+        assert "another distribution" in output
     print("all checks passed")
 
 

@@ -9,12 +9,22 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from topr.callbacks.speed import Speed
 from topr.evaluation import live
-from topr.evaluation.report import Row, table
+from topr.evaluation.report import UNITS, Row, table
 from topr.io import write_text
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
 from topr.policy.model import export_policy, load_policy
 from topr.policy.sharding import full_state_dict
+from topr.settings import plain
+
+CARD = """---
+library_name: transformers
+---
+# {}
+
+`{}` after {} updates of [TOPR](https://arxiv.org/abs/2503.14286)
+
+"""
 
 
 class ExportPolicy(Callback):
@@ -63,6 +73,7 @@ class ExportPolicy(Callback):
             export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
+        write_text(path / "README.md", model_card(trainer, pl_module, self.measured))
         summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"policy/ and summary.json are in {folder}")
@@ -76,6 +87,18 @@ def log_figures(trainer, after: Row):
             logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
         else:
             logger.log_metrics(figures, trainer.global_step)
+
+
+def model_card(trainer, module: PolicyModule, measured: dict[str, Row]) -> str:
+    """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
+    name = Path(trainer.log_dir or ".").parent.name
+    text = CARD.format(name, module.policy_name, trainer.global_step)
+    if measured:
+        text += f"{table(measured)}\n{UNITS}\n\n"
+    text += "| setting | value or hash of its content |\n|---|---|\n"
+    for key, value in ({"loss": plain(module.loss)} | module.decisive).items():
+        text += f"| {key} | `{value}` |\n"
+    return text
 
 
 def summarise(trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
