@@ -201,6 +201,13 @@ def test_several_files_are_imported_as_one(run, tmp_path, policy):
     assert [t.response for t in parts] == list("0123")
 
 
+@pytest.mark.parametrize("ends", [["stop", "length"], [True, False], [1, 0]])
+def test_a_field_that_says_why_a_response_ended_decides_its_end_token(run, chat, ends):
+    (done, cut), _ = imported(run, chat, [MANY | {"ends": ends}], "--finished=ends")
+    assert (done.finished, done.response_ids[-1]) == (True, EOS)
+    assert not cut.finished and cut.response_ids[-1] != EOS
+
+
 TOOL = {"role": "tool", "content": "4"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
 
@@ -239,12 +246,16 @@ def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, ol
     rejected(run, "the chat template changes earlier turns", *arguments, main=main)
 
 
+MANY = {"prompt": "2+2=", "response": ["4", "five"], "reward": [True, False]}
 MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
     "prompt": (PLAIN, {"prompt": 1}, "chat messages do not fit"),
     "no prompt": (CONVERSATION, {"messages": [SAY]}, "chat messages do not fit"),
     "no answer": (CONVERSATION, {"messages": [ASK, ASK]}, "'assistant' is not in list"),
-    "role": (CONVERSATION, {"messages": [{"from": "human"}, SAY]}, "cannot be imported ('role')"),
+    "role": (CONVERSATION, {"messages": [ASK, {"from": "critic"}, SAY]}, "unknown role 'critic'"),
+    "no role": (CONVERSATION, {"messages": [{"value": "2+2?"}, SAY]}, "unknown role None"),
+    "lists": (MANY, {"reward": [1]}, "lists of {'response': 2, 'reward': 1}, expected a reward"),
+    "rewards of steps": (PLAIN, {"reward": [1, 0]}, "rewards of steps, as in PRM800K"),
     "reward": (PLAIN, {"reward": "high"}, "could not convert string to float"),
     "half a pair": (PLAIN, {"gold": "\ud800"}, "'utf-8' codec can't encode"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
@@ -259,6 +270,39 @@ def test_a_malformed_row_is_named(run, chat, name):
     assert words in rejected(run, "bad.jsonl, row 2 cannot", *arguments, main=main)
     jsonl(run.folder / "bad.jsonl", [good])
     assert run(main, *arguments)[0] == 0
+
+
+MISFITS = {  # rows that no option reads as they are, options, words of the error
+    "no reward": ({"problem": "2+2?", "generations": ["4"]}, [], "problem, generations; expected"),
+    "PRM800K": (
+        {
+            "labeler": "a1", "timestamp": "2022-07-17", "generation": 9,
+            "is_quality_control_question": False, "is_initial_screening_question": False,
+            "question": {"problem": "2+2?", "ground_truth_answer": "4"},
+            "label": {"steps": [], "total_time": 7, "finish_reason": "solution"},
+        },
+        [], "rewards of steps, as in PRM800K",
+    ),
+    "Math-Shepherd": (
+        {"input": "2+2? Step 1: 4 \u043a\u0438", "label": "2+2? Step 1: 4 +", "task": "GSM8K"},
+        [], "rewards of steps, as in PRM800K and Math-Shepherd",
+    ),
+    "missing key": (PLAIN, ["--reward=score"], "found the keys prompt, response, reward; expected"),
+    "missing key of a record": (
+        PLAIN | {"answers": [{"text": "4"}]},
+        ["--response=answers.text", "--reward=answers.rank"], "has no attribute 'rank'",
+    ),
+    "no expression": (PLAIN, ["--reward=score >"], "a path or a Jinja expression (unexpected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_misfit_gets_a_sentence(run, chat, name):
+    row, options, words = MISFITS[name]
+    jsonl(run.folder / "a.jsonl", [row])
+    rejected(
+        run, words, "import", "a.jsonl", *options, f"--policy={chat}", "--out=a.parquet", main=main
+    )
 
 
 def test_arguments_of_import(run, policy, tmp_path):

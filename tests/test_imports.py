@@ -26,7 +26,8 @@ EXTRAS = ["callbacks", "checkpoints", "commands", "iterate", "optim", "runs", "e
 EXTRAS += ["evaluation.benchmarks", "evaluation.metrics", "evaluation.report"]
 EXTRAS += ["sampling.local", "sampling.server", "tasks.arithmetic", "tasks.equivalence"]
 EXTRAS += ["tasks.gsm8k", "tasks.math", "tasks.verifier"]
-EXTRAS += ["trajectories.curate", "trajectories.importing", "trajectories.rows"]
+EXTRAS += ["trajectories.curate", "trajectories.fields", "trajectories.importing"]
+EXTRAS += ["trajectories.rows"]
 TOPR = ROOT / "topr"
 
 

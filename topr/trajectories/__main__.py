@@ -6,6 +6,7 @@ import numpy as np
 
 from topr.commands import ArgumentParser, command, printable
 from topr.trajectories.curate import Way, curate, read_files
+from topr.trajectories.fields import FIELDS
 from topr.trajectories.file import expand_globs
 from topr.trajectories.importing import import_files
 
@@ -39,6 +40,10 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subcommands()
     for name, function in COMMANDS.items():
         subparser = ArgumentParser()
+        if name == "import":
+            subparser.add_argument("--config", action="config", help="file of options")
+            for field, expression in FIELDS.items():
+                subparser.add_argument(f"--{field}", default=expression, help="keys of a row")
         if name == "curate":
             subparser.add_argument("way", type=Way)
         subparser.add_argument("files", nargs="+", help="files; globs are expanded")
@@ -52,6 +57,7 @@ def main():
         args = make_parser().parse_args()
         options = args[args.subcommand].as_dict()
         options["files"] = expand_globs(options["files"])
+        options.pop("config", None)
         COMMANDS[args.subcommand](**options)
 
 

@@ -1,28 +1,22 @@
 """Import of users' files: recognise the format, tokenise, score log mu."""
 
-import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 from jsonargparse.typing import PositiveInt
 
-from topr.io import InputError, check_absent, first_line
+from topr.io import InputError, check_absent, explained, first_line
+from topr.trajectories.fields import FIELDS, Expressions, find_fields, uniform
 from topr.trajectories.file import Trajectory, write_trajectories
-from topr.trajectories.rows import Row, load_rows
+from topr.trajectories.rows import load_rows
 
 if TYPE_CHECKING:
     from topr.policy import Policy
 
 Messages = list[dict]
-NAMES = {  # what other formats call the keys of the plain one
-    "messages": "response",
-    "completion": "response",  # TRL: huggingface.co/docs/trl/dataset_formats
-    "label": "reward",
-    "input": "prompt",  # verl, trainer.rollout_data_dir; OpenRLHF, batch_inference --eval_task rm
-    "output": "response",
-    "score": "reward",
-    "gts": "gold",
-}
+# what a row of unexpected types makes the code below raise
+UNFIT = (AttributeError, LookupError, TypeError, ValueError, TemplateError)
 
 
 def import_files(
@@ -32,6 +26,7 @@ def import_files(
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
     overwrite: bool = False,
+    **fields: str,
 ):
     """Write the rows of files as trajectories, with log mu of a policy.
 
@@ -45,6 +40,7 @@ def import_files(
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
         overwrite: replace the file that is there
+        fields: where rows hold a field, instead of `FIELDS`
 
     Raises:
         InputError: for a bad row, or if no row is left.
@@ -56,6 +52,8 @@ def import_files(
     from topr.trajectories.scoring import add_log_probs
 
     check_absent(out, overwrite)
+    with explained("a field must be named by a path or a Jinja expression"):
+        readers = {n: Expressions().compile_expression(e) for n, e in (FIELDS | fields).items()}
     with own_device():
         model = load_policy(policy)
     limit = min(microbatch_tokens, vocabulary_and_context(policy)[1])
@@ -63,11 +61,12 @@ def import_files(
     for file in files:
         for number, row in enumerate(load_rows(file, {}), start=1):
             try:
-                trajectories += [tokenise(plain, model) for plain in plain_rows(row)]
-            except (LookupError, TypeError, ValueError) as error:  # also of unexpected types
+                for found in find_fields(row, readers):
+                    trajectories.append(tokenise(model, **found))
+            except UNFIT as error:
                 raise InputError(
                     f"{file}, row {number} cannot be imported ({first_line(error)})",
-                    "README.md lists the formats",
+                    "--prompt, --response, --reward or a --config name others: data/README.md",
                 ) from error
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
@@ -78,40 +77,15 @@ def import_files(
     print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
 
 
-def plain_rows(row: Row) -> list[Row]:
-    """A row in the plain format, or two rows of a pair, of which only the last answers count."""
-    # encoded, because half of a surrogate pair is no text
-    text = json.dumps(row, default=str, ensure_ascii=False).encode()
-    row = json.loads(text, object_hook=without_nulls)
-    row = {name: row[key] for key, name in NAMES.items() if key in row} | row
-    if not {"chosen", "rejected"} <= row.keys():
-        if not {"response", "reward"} <= row.keys():
-            raise InputError(f"found the keys {', '.join(row)}; expected prompt, response, reward")
-        return [row]
-    rows = []
-    for key, reward in {"chosen": True, "rejected": False}.items():
-        prompt, response = row.get("prompt"), row[key]
-        if isinstance(response, list) and not isinstance(prompt, list):
-            prompt, response = response[:-1], response[-1:]
-        rows.append(row | {"prompt": prompt, "response": response, "reward": reward})
-    return rows
-
-
-def without_nulls(part: Row) -> Row:
-    """An object of JSON without the nulls that Parquet adds for the keys of others."""
-    return {key: value for key, value in part.items() if value is not None}
-
-
-def tokenise(row: Row, policy: "Policy") -> Trajectory:
-    """The trajectory of a plain row, without log mu."""
+def tokenise(policy: "Policy", prompt, response, reward, gold, finished) -> Trajectory:
+    """The trajectory of found fields, without log mu."""
     from topr.identity import content_hash
     from topr.policy import encode, encode_prompt
 
-    finished = row.get("finished", True)
-    reward = row["reward"]
-    prompt, response = split(row.get("prompt"), row["response"])
-    text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
+    finished = finished not in (False, "length")
     sampled = None
+    prompt, response = split(uniform(prompt), uniform(response))
+    text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
     if isinstance(response, str):
         response_ids = encode(response, policy.tokenizer, special=False)
         if finished and not policy.end_tokens & set(response_ids[-1:]):
@@ -134,7 +108,7 @@ def tokenise(row: Row, policy: "Policy") -> Trajectory:
         ref_logprobs=[],
         reward=2.0 * reward - 1.0 if isinstance(reward, bool) else float(reward),
         finished=finished,
-        gold=str(row["gold"]) if "gold" in row else None,
+        gold=None if gold is None else str(gold),
         sampled=sampled,
     )
 
