@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import rejected
+from conftest import ROOT, Recorder, rejected
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import train
 from topr.identity import policy_hash
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer
 from topr.trajectories import read_metadata, read_trajectories
@@ -201,6 +202,250 @@ def test_several_files_are_imported_as_one(run, tmp_path, policy):
     assert [t.response for t in parts] == list("0123")
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLS = [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "2, 2"}}]
+RATED = {"Rating": "4", "Rationale": "Fine."}
+QUESTION, BRIEF = [ASK], [SYSTEM, ASK]
+
+
+def openhands_turn(role, content, **more) -> dict:
+    """A message of OpenHands, with all its keys."""
+    keys = ("function_call", "name", "tool_call_id", "tool_calls")
+    return {"role": role, "content": content} | dict.fromkeys(keys) | more
+
+
+def swe_agent_turn(role, text, system_prompt=None) -> dict:
+    keys = {"cutoff_date": None, "mask": role == "ai"}
+    return keys | {"role": role, "text": text, "system_prompt": system_prompt}
+
+
+AGENT = [
+    openhands_turn("system", "be brief"),
+    openhands_turn("user", "2+2?"),
+    openhands_turn("assistant", "", tool_calls=CALLS),
+    openhands_turn("tool", "4", name="add", tool_call_id="call_1"),
+    openhands_turn("assistant", "4"),
+]
+AGENT_RESPONSE = "add(2, 2)<end>\n[tool add]\n4<end>\n[assistant]\n4<end>"
+# Of a data set of configs/import/ a row with all of its columns, changes that make the second row,
+# and the prompts, responses and rewards of both
+SHAPES: dict[str, tuple] = {
+    "OpenMathInstruct-1": (
+        {
+            "question": "2+2?", "expected_answer": "4", "predicted_answer": "4",
+            "error_message": "<not_executed>", "is_correct": True, "dataset": "gsm8k",
+            "generation_type": "without_reference_solution", "generated_solution": "4",
+        },
+        {"generated_solution": "five", "is_correct": False},
+        [("2+2?", "4", 1), ("2+2?", "five", -1)],
+    ),
+    "OpenThoughts-114k-math": (
+        {
+            "source": "olympiads", "problem": "2+2?", "solution": "It is 4.",
+            "messages": [ASK, WRONG], "system": "be brief", "generated_token_count": 1,
+            "conversations": [
+                {"from": "user", "value": "2+2?"}, {"from": "assistant", "value": "4"},
+            ],
+            "correct": True,
+        },
+        {"correct": False},
+        [(BRIEF, "4", 1), (BRIEF, "4", -1)],
+    ),
+    "OpenR1-Math-220k": (
+        {
+            "problem": "2+2?", "solution": "It is 4.", "answer": "4", "problem_type": "Algebra",
+            "question_type": "math-word-problem", "source": "olympiads", "uuid": "u1",
+            "is_reasoning_complete": [True, True], "generations": ["4", "five"],
+            "correctness_math_verify": [True, False], "correctness_llama": None,
+            "finish_reasons": ["stop", "stop"], "correctness_count": 1, "messages": [ASK, SAY],
+        },
+        {"generations": ["44"], "correctness_math_verify": [False]},
+        [("2+2?", "4", 1), ("2+2?", "five", -1), ("2+2?", "44", -1)],
+    ),
+    "UltraFeedback": (
+        {
+            "source": "sharegpt", "instruction": "2+2?", "models": ["gpt-4", "starchat"],
+            "completions": [
+                {
+                    "annotations": {"helpfulness": RATED, "honesty": RATED}, "critique": "Good.",
+                    "custom_system_prompt": "Be helpful.", "fine-grained_score": 4.75,
+                    "model": "gpt-4", "overall_score": 10.0, "principle": "helpfulness",
+                    "response": "4",
+                },
+                {
+                    "annotations": {"helpfulness": RATED, "honesty": RATED}, "critique": "Bad.",
+                    "custom_system_prompt": "Be honest.", "fine-grained_score": 1.5,
+                    "model": "starchat", "overall_score": 1.0, "principle": "honesty",
+                    "response": "five",
+                },
+            ],
+            "correct_answers": ["None"], "incorrect_answers": ["None"],
+        },
+        {"models": [], "completions": []},
+        [("2+2?", "4", 1), ("2+2?", "five", -1)],
+    ),
+    "HelpSteer2": (
+        {
+            "prompt": "2+2?", "response": "4", "helpfulness": 3, "correctness": 4, "coherence": 4,
+            "complexity": 1, "verbosity": 0,
+        },
+        {"response": "five", "helpfulness": 0},
+        [("2+2?", "4", 0.5), ("2+2?", "five", -1)],
+    ),
+    "HelpSteer3": (
+        {
+            "domain": "stem", "language": "english", "context": [SYSTEM, ASK], "response1": "4",
+            "response2": "five", "overall_preference": -3,
+            "individual_preference": [
+                {"score": -3, "reasoning": "4 is right", "feedback1": "", "feedback2": ""}
+            ],
+        },
+        {"response1": "five", "response2": "4", "overall_preference": 0},
+        [(BRIEF, "4", 1), (BRIEF, "five", -1), (BRIEF, "five", 0), (BRIEF, "4", 0)],
+    ),
+    "Nectar": (
+        {
+            "prompt": "\n\nHuman: 2+2?\n\nAssistant: ", "turns": 1, "num_responses": 7,
+            "answers": [
+                {"answer": "4", "model": "gpt-4", "rank": 1.0},
+                {"answer": "four", "model": "llama", "rank": 4.0},
+                {"answer": "five", "model": "mistral", "rank": 7.0},
+            ],
+            "source": ["flan"], "good_natured": True,
+        },
+        {"answers": [{"answer": "44", "model": "gpt-4", "rank": 1.0}]},
+        [("\n\nHuman: 2+2?\n\nAssistant: ", *pair) for pair in
+         (("4", 1), ("four", 0), ("five", -1), ("44", 1))],
+    ),
+    "UltraInteract_pair": (
+        {
+            "task": "Math_CoT", "dataset": "gsm8k",
+            "trajectory": [{"from": "user", "value": "2+2?"}],
+            "chosen": "4", "rejected": "five", "id": "d1_0", "parent_id": "d1",
+        },
+        {
+            "trajectory": [
+                {"from": "user", "value": "2+2?"}, {"from": "assistant", "value": "five"},
+                {"from": "user", "value": "No."},
+            ]
+        },
+        [(QUESTION, "4", 1), (QUESTION, "five", -1)]
+        + [([ASK, WRONG, ASK | {"content": "No."}], *pair) for pair in (("4", 1), ("five", -1))],
+    ),
+    "orca_dpo_pairs": (
+        {"system": "be brief", "question": "2+2?", "chosen": "4", "rejected": "five"},
+        {"system": ""},
+        [*BOTH, (QUESTION, "4", 1), (QUESTION, "five", -1)],
+    ),
+    "OpenHands-Sampled-Trajectories": (
+        {
+            "instance_id": "python__mypy-1", "run_id": "gpt-4o_maxiter_50", "resolved": True,
+            "messages": AGENT, "tools": TOOLS,
+            "test_result": {"git_patch": "", "report": {"resolved": True}, "test_output": ""},
+        },
+        {"resolved": False},
+        [(BRIEF, AGENT_RESPONSE, 1), (BRIEF, AGENT_RESPONSE, -1)],
+    ),
+    "SWE-rebench-openhands-trajectories": (
+        {
+            "trajectory_id": "chatcmpl-1", "instance_id": "a__b-1", "repo": "a/b",
+            "trajectory": AGENT, "tools": TOOLS, "model_patch": "", "exit_status": "submit",
+            "resolved": 1, "gen_tests_correct": None, "pred_passes_gen_tests": None,
+        },
+        {"resolved": 0, "gen_tests_correct": 0.0, "pred_passes_gen_tests": 1.0},
+        [(BRIEF, AGENT_RESPONSE, 1), (BRIEF, AGENT_RESPONSE, -1)],
+    ),
+    "SWE-agent-trajectories": (
+        {
+            "instance_id": "a__b-1", "model_name": "swe-agent-llama-70b", "target": True,
+            "trajectory": [
+                swe_agent_turn("system", None, system_prompt="be brief"),
+                swe_agent_turn("user", "2+2?"), swe_agent_turn("ai", "five"),
+                swe_agent_turn("user", "No."), swe_agent_turn("ai", "4"),
+            ],
+            "exit_status": "submitted", "generated_patch": "", "eval_logs": "",
+        },
+        {"target": False},
+        [(BRIEF, "five<end>\n[user]\nNo.<end>\n[assistant]\n4<end>", reward) for reward in (1, -1)],
+    ),
+}  # fmt: skip
+
+
+def preset(name: str) -> str:
+    return f"--config={ROOT / 'configs' / 'import' / name}.yaml"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes_give_their_prompts_responses_and_rewards(run, chat, name):
+    row, changes, expected = SHAPES[name]
+    trajectories, out = imported(run, chat, [row, row | changes], preset(name))
+    tokenizer = load_tokenizer(str(chat))
+    assert [(t.response, t.reward) for t in trajectories] == [case[1:] for case in expected]
+    assert [t.prompt_ids for t in trajectories] == [
+        expected_ids(tokenizer, prompt) for prompt, *_ in expected
+    ]
+    above = sum(reward > 0 for *_, reward in expected)
+    assert f": {above} of {len(expected)} rows above 0" in out
+    # Parquet writes null for every key that another row or record has
+    pq.write_table(pa.Table.from_pylist([row, row | changes]), run.folder / "b.parquet")
+    assert imported(run, chat, run.folder / "b.parquet", preset(name))[0] == trajectories
+
+
+def test_every_preset_is_tested():
+    names = {path.stem for path in (ROOT / "configs" / "import").glob("*.yaml")}
+    assert names == SHAPES.keys()
+
+
+def test_imported_pairs_train(run, chat):
+    """A data set of the hub goes from its own columns to an update."""
+    row, changes, _ = SHAPES["UltraInteract_pair"]
+    imported(run, chat, [row, row | changes], preset("UltraInteract_pair"))
+    fit(run, chat)
+
+
+def fit(run, policy) -> dict:
+    """Train one update on a.parquet, and return what it did to each trajectory."""
+    Recorder.clear()
+    config = ["--config", ROOT / "configs" / "arithmetic.yaml", "--data.train=a.parquet"]
+    config += [f"--model.policy={policy}", "--data.val=null", "--data.test=null"]
+    config += ["--trainer.max_steps=1", "--trainer.callbacks+=conftest.Recorder"]
+    code, out, err = run(train.main, "fit", *config)
+    assert code == 0, err
+    (columns,) = Recorder.rows
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "words"),
+    [
+        ([], [1, 7, 10], "reward: as it is: 3 of 3 rows above 0"),
+        (["--threshold=7"], [-1, 1, 1], "reward: +1 from 7.0 on, else -1: 2 of 3 rows above 0"),
+        (["--scale", "1", "13"], [-1, 0, 0.5], "[1.0, 13.0] becomes [-1, 1]: 1 of 3 rows above 0"),
+        (["--scale", "10", "1", "--threshold=8"], [-1, -1, 1], "+1 from 8.0 on, else -1: 1 of 3"),
+        (
+            ["--scale", "10", "1"],
+            [1, -1 / 3, -1],
+            "[10.0, 1.0] becomes [-1, 1]: 1 of 3 rows above 0",
+        ),
+    ],
+)
+def test_rewards_of_any_range_are_converted_and_stated_back(run, chat, options, rewards, words):
+    rows = [PLAIN | {"reward": reward} for reward in (1, "7", 10.0)]
+    trajectories, out = imported(run, chat, rows, *options)
+    assert [t.reward for t in trajectories] == pytest.approx(rewards)
+    assert words in out
+
+
+def test_options_override_a_preset(run, chat):
+    row, *_ = SHAPES["UltraFeedback"]
+    options = ["--response=completions.model", "--scale", "1", "19"]
+    trajectories, _ = imported(run, chat, [row], preset("UltraFeedback"), *options)
+    assert [(t.response, t.reward) for t in trajectories] == [("gpt-4", 0), ("starchat", -1)]
+    choice = "--reward=completions['fine-grained_score']"
+    trajectories, _ = imported(run, chat, [row], preset("UltraFeedback"), choice, "--threshold=2")
+    assert [t.reward for t in trajectories] == [1, -1]
+
+
 @pytest.mark.parametrize("ends", [["stop", "length"], [True, False], [1, 0]])
 def test_a_field_that_says_why_a_response_ended_decides_its_end_token(run, chat, ends):
     (done, cut), _ = imported(run, chat, [MANY | {"ends": ends}], "--finished=ends")
@@ -293,6 +538,8 @@ MISFITS = {  # rows that no option reads as they are, options, words of the erro
         ["--response=answers.text", "--reward=answers.rank"], "has no attribute 'rank'",
     ),
     "no expression": (PLAIN, ["--reward=score >"], "a path or a Jinja expression (unexpected"),
+    "scale": (PLAIN, ["--scale", "1"], "argument --scale: expected 2 arguments"),
+    "threshold": (PLAIN | {"reward": "high"}, ["--threshold=1"], "could not convert string to"),
 }  # fmt: skip
 
 

@@ -41,13 +41,14 @@ def make_parser() -> ArgumentParser:
     for name, function in COMMANDS.items():
         subparser = ArgumentParser()
         if name == "import":
-            subparser.add_argument("--config", action="config", help="file of options")
+            subparser.add_argument("--config", action="config", help="options, see configs/import/")
+            subparser.add_argument("--scale", nargs=2, type=float, help="rewards to be -1 and +1")
             for field, expression in FIELDS.items():
                 subparser.add_argument(f"--{field}", default=expression, help="keys of a row")
         if name == "curate":
             subparser.add_argument("way", type=Way)
         subparser.add_argument("files", nargs="+", help="files; globs are expanded")
-        subparser.add_function_arguments(function, skip={"way", "files"})
+        subparser.add_function_arguments(function, skip={"way", "files", "scale"})
         commands.add_subcommand(name, subparser)
     return parser
 

@@ -23,6 +23,8 @@ def import_files(
     files: list[str],
     policy: str,
     out: str,
+    threshold: float | None = None,
+    scale: tuple[float, float] | None = None,
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
     overwrite: bool = False,
@@ -37,6 +39,8 @@ def import_files(
         files: sources that `load_rows` takes
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
+        threshold: rewards from here on become +1, others -1
+        scale: the rewards that become -1 and +1, others in proportion
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
         overwrite: replace the file that is there
@@ -62,6 +66,7 @@ def import_files(
         for number, row in enumerate(load_rows(file, {}), start=1):
             try:
                 for found in find_fields(row, readers):
+                    found["reward"] = as_number(found["reward"], threshold, scale)
                     trajectories.append(tokenise(model, **found))
             except UNFIT as error:
                 raise InputError(
@@ -74,10 +79,23 @@ def import_files(
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         add_log_probs(model, kept, microbatch_tokens)
     write_trajectories(out, kept, provenance(policy, precision))
+    rule = f"{scale} becomes [-1, 1]" if scale else "as it is"
+    if threshold is not None:
+        rule = f"+1 from {threshold} on, else -1"
+    positive = sum(t.reward > 0 for t in kept)
+    print(f"reward: {rule}: {positive:,} of {len(kept):,} rows above 0")
     print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
 
 
-def tokenise(policy: "Policy", prompt, response, reward, gold, finished) -> Trajectory:
+def as_number(reward, threshold: float | None, scale: tuple[float, float] | None) -> float:
+    """A reward by a threshold or a scale, else as it is; a boolean is +-1."""
+    if threshold is not None:
+        return 1.0 if float(reward) >= threshold else -1.0
+    low, high = scale or ((0, 1) if isinstance(reward, bool) else (-1, 1))
+    return 2 * (float(reward) - low) / (high - low) - 1
+
+
+def tokenise(policy: "Policy", prompt, response, reward: float, gold, finished) -> Trajectory:
     """The trajectory of found fields, without log mu."""
     from topr.identity import content_hash
     from topr.policy import encode, encode_prompt
@@ -106,7 +124,7 @@ def tokenise(policy: "Policy", prompt, response, reward, gold, finished) -> Traj
         response=response,
         response_ids=response_ids,
         ref_logprobs=[],
-        reward=2.0 * reward - 1.0 if isinstance(reward, bool) else float(reward),
+        reward=reward,
         finished=finished,
         gold=None if gold is None else str(gold),
         sampled=sampled,
