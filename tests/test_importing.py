@@ -393,7 +393,7 @@ def test_published_shapes_give_their_prompts_responses_and_rewards(run, chat, na
 
 def test_every_preset_is_tested():
     names = {path.stem for path in (ROOT / "configs" / "import").glob("*.yaml")}
-    assert names == SHAPES.keys()
+    assert names == SHAPES.keys() | TOKEN_SHAPES.keys()
 
 
 def test_imported_pairs_train(run, chat):
@@ -453,6 +453,86 @@ def test_a_field_that_says_why_a_response_ended_decides_its_end_token(run, chat,
     assert not cut.finished and cut.response_ids[-1] != EOS
 
 
+# "2+2=", then "4,," and "ou": the tokenizer has a token for "ou", which was sampled in two
+SPLIT_IDS = [[BOS, 21, 14, 21, 32], [23, 15, 15, EOS], [82, 88]]
+LOG_PROBS = [[-1.5, -2.0, -0.5, 0.0], [-3.0, -1.0]]
+TOKEN_SHAPES = {
+    "open-instruct": [
+        {
+            "step": 1, "sample_idx": i, "prompt_idx": 0, "prompt_tokens": SPLIT_IDS[0],
+            "response_tokens": SPLIT_IDS[1 + i], "reward": float(i), "advantage": 0.5,
+            "finish_reason": ["stop", "length"][i], "dataset": "math", "ground_truth": [20],
+            "request_info": {"num_calls": 0, "tool_errors": ""}, "logprobs": LOG_PROBS[i],
+        }
+        for i in range(2)
+    ],
+    "vllm-chat": [
+        {
+            "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy",
+            "choices": [
+                {
+                    "index": i, "message": {"role": "assistant", "content": "four"},
+                    "logprobs": {
+                        "content": [
+                            {"token": "f", "logprob": value, "bytes": [1], "top_logprobs": []}
+                            for value in LOG_PROBS[i]
+                        ]
+                    },
+                    "finish_reason": ["stop", "length"][i], "stop_reason": None,
+                    "token_ids": SPLIT_IDS[1 + i], "reward": float(i),
+                }
+                for i in range(2)
+            ],
+            "usage": {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11},
+            "prompt_logprobs": None, "prompt_token_ids": SPLIT_IDS[0],
+        }
+    ],
+}  # fmt: skip
+TOKEN_ROWS: list[dict] = [
+    {"prompt_ids": SPLIT_IDS[0], "response_ids": ids, "logprobs": logprobs, "reward": reward}
+    for ids, logprobs, reward in zip(SPLIT_IDS[1:], LOG_PROBS, (0.0, 1.0), strict=True)
+]
+
+
+@pytest.mark.parametrize("name", [None, *TOKEN_SHAPES])
+@pytest.mark.parametrize("log_mu", ["rescored", "stored"])
+def test_token_ids_stay_as_sampled_and_log_mu_is_chosen(run, chat, name, log_mu):
+    rows, options = TOKEN_SHAPES.get(name, TOKEN_ROWS), [preset(name)] if name else []
+    trajectories, _ = imported(run, chat, rows, *options, f"--log_mu={log_mu}")
+    assert [t.response_ids for t in trajectories] == SPLIT_IDS[1:]
+    assert [t.prompt_ids for t in trajectories] == [SPLIT_IDS[0]] * 2
+    assert [(t.finished, t.reward) for t in trajectories] == [(True, 0), (False, 1)]
+    assert len({t.group for t in trajectories}) == 1
+    tokenizer = load_tokenizer(str(chat))
+    assert tokenizer("ou", add_special_tokens=False)["input_ids"] == [268]
+    assert [t.response for t in trajectories] == ["4,,<eos>", "ou"]
+    for t, logprobs in zip(trajectories, LOG_PROBS, strict=True):
+        if log_mu == "stored":
+            assert t.ref_logprobs == logprobs
+        else:
+            check_scores(chat, t)
+    named = read_metadata(run.folder / "a.parquet")["policy"]
+    assert named == (None if log_mu == "stored" else policy_hash(str(chat)))
+
+
+def test_the_difference_of_stored_log_probs_is_reported_and_trained_if_asked_for(run, chat):
+    text_row = PLAIN | {"logprobs": [-1.0]}  # of tokens that nobody knows
+    without = [row | {"logprobs": None} for row in TOKEN_ROWS]
+    (*scored, _), out = imported(run, chat, [*without, text_row])
+    assert "stored" not in out
+    gaps = [[-0.5, 0.25, 0.0, -0.25], [-1.0, 0.0]]
+    rows = [
+        row | {"logprobs": np.add(t.ref_logprobs, gap).tolist()}
+        for row, t, gap in zip(TOKEN_ROWS, scored, gaps, strict=True)
+    ]
+    # of six tokens 2 in all, of two sequences 0.5 and 1
+    words = "log mu: 0.333 a token, at most 1; 0.75 a sequence, at most 1;"
+    for log_mu, start in (("rescored", [0, 0]), ("stored", [0.5, 1])):
+        _, out = imported(run, chat, rows, f"--log_mu={log_mu}")
+        assert words in out
+        np.testing.assert_allclose(fit(run, chat)["log_ratio"], start, atol=1e-4)
+
+
 TOOL = {"role": "tool", "content": "4"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2, 2"}}]}
 
@@ -492,6 +572,7 @@ def test_a_template_must_keep_earlier_turns_and_end_each(run, chat, tmp_path, ol
 
 
 MANY = {"prompt": "2+2=", "response": ["4", "five"], "reward": [True, False]}
+IDS = {"prompt_ids": [BOS, 70], "response_ids": [71, EOS], "logprobs": [-1.0, -2.0], "reward": 1}
 MALFORMED = {  # a row that is accepted, the changes that make it bad, words of the error
     "no reward": (PLAIN, {"reward": None}, "found the keys prompt, response; expected prompt"),
     "prompt": (PLAIN, {"prompt": 1}, "chat messages do not fit"),
@@ -501,6 +582,9 @@ MALFORMED = {  # a row that is accepted, the changes that make it bad, words of 
     "no role": (CONVERSATION, {"messages": [{"value": "2+2?"}, SAY]}, "unknown role None"),
     "lists": (MANY, {"reward": [1]}, "lists of {'response': 2, 'reward': 1}, expected a reward"),
     "rewards of steps": (PLAIN, {"reward": [1, 0]}, "rewards of steps, as in PRM800K"),
+    "no ids of the policy": (IDS, {"response_ids": [280]}, "a token id is not in the vocabulary"),
+    "log-probs": (IDS, {"logprobs": [-1.0]}, "2 token ids have 1 log-probs"),
+    "null log-prob": (IDS, {"logprobs": [None, -1.0]}, "not supported between instances of"),
     "reward": (PLAIN, {"reward": "high"}, "could not convert string to float"),
     "half a pair": (PLAIN, {"gold": "\ud800"}, "'utf-8' codec can't encode"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
@@ -537,7 +621,9 @@ MISFITS = {  # rows that no option reads as they are, options, words of the erro
         PLAIN | {"answers": [{"text": "4"}]},
         ["--response=answers.text", "--reward=answers.rank"], "has no attribute 'rank'",
     ),
+    "ids as messages": (IDS, ["--prompt=prompt_ids", "--response='4'"], "no attribute 'items'"),
     "no expression": (PLAIN, ["--reward=score >"], "a path or a Jinja expression (unexpected"),
+    "no stored log-probs": (PLAIN, ["--log_mu=stored"], "--log_mu stored needs log-probs of all"),
     "scale": (PLAIN, ["--scale", "1"], "argument --scale: expected 2 arguments"),
     "threshold": (PLAIN | {"reward": "high"}, ["--threshold=1"], "could not convert string to"),
 }  # fmt: skip

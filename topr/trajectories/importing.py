@@ -1,5 +1,6 @@
 """Import of users' files: recognise the format, tokenise, score log mu."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ def import_files(
     out: str,
     threshold: float | None = None,
     scale: tuple[float, float] | None = None,
+    log_mu: Literal["rescored", "stored"] = "rescored",
     microbatch_tokens: PositiveInt = 16384,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
     overwrite: bool = False,
@@ -33,7 +35,8 @@ def import_files(
     """Write the rows of files as trajectories, with log mu of a policy.
 
     A text prompt gets special tokens, chat messages the tokenizer's template. A finished response,
-    which is the default, gets an end token unless it has one. Boolean rewards become +-1.
+    which is the default, gets an end token unless it has one. Token ids stay as they were sampled.
+    Boolean rewards become +-1.
 
     Args:
         files: sources that `load_rows` takes
@@ -41,6 +44,7 @@ def import_files(
         out: trajectory file to write
         threshold: rewards from here on become +1, others -1
         scale: the rewards that become -1 and +1, others in proportion
+        log_mu: what to write for stored log-probs of token ids: them, or this policy's log mu
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
         overwrite: replace the file that is there
@@ -76,9 +80,16 @@ def import_files(
     kept = [t for t in trajectories if len(t.prompt_ids) + len(t.response_ids) <= limit]
     if not kept:
         raise InputError(f"no row fits into {limit} tokens, --microbatch_tokens or the context")
+    if log_mu == "stored" and not all(t.ref_logprobs for t in kept):
+        raise InputError("--log_mu stored needs log-probs of all token ids; --logprobs names them")
+    rescored = [replace(t) for t in kept]
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
-        add_log_probs(model, kept, microbatch_tokens)
-    write_trajectories(out, kept, provenance(policy, precision))
+        add_log_probs(model, rescored, microbatch_tokens)
+    compare(kept, rescored)
+    metadata = provenance(policy, precision)
+    if log_mu == "stored":
+        metadata["policy"] = None  # another forward computed log mu, so no ratio need start at 1
+    write_trajectories(out, kept if log_mu == "stored" else rescored, metadata)
     rule = f"{scale} becomes [-1, 1]" if scale else "as it is"
     if threshold is not None:
         rule = f"+1 from {threshold} on, else -1"
@@ -95,24 +106,50 @@ def as_number(reward, threshold: float | None, scale: tuple[float, float] | None
     return 2 * (float(reward) - low) / (high - low) - 1
 
 
-def tokenise(policy: "Policy", prompt, response, reward: float, gold, finished) -> Trajectory:
-    """The trajectory of found fields, without log mu."""
+def compare(stored: list[Trajectory], rescored: list[Trajectory]):
+    """Print how far stored log-probs are from log mu of the policy."""
+    pairs = zip(stored, rescored, strict=True)
+    gaps = [np.subtract(s.ref_logprobs, t.ref_logprobs) for s, t in pairs if s.ref_logprobs]
+    if gaps:
+        token = np.abs(np.concatenate(gaps))
+        sequence = np.abs([gap.sum() for gap in gaps])
+        print(
+            f"|stored - rescored| log mu: {token.mean():.3g} a token, at most {token.max():.3g}; "
+            f"{sequence.mean():.3g} a sequence, at most {sequence.max():.3g}; "
+            "so far from 0 are the first log-ratios with stored log mu"
+        )
+
+
+def tokenise(
+    policy: "Policy", prompt, response, reward: float, gold, finished, logprobs
+) -> Trajectory:
+    """The trajectory of found fields; log mu is what was stored, if anything."""
     from topr.identity import content_hash
     from topr.policy import encode, encode_prompt
 
     finished = finished not in (False, "length")
     sampled = None
-    prompt, response = split(uniform(prompt), uniform(response))
-    text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
-    if isinstance(response, str):
-        response_ids = encode(response, policy.tokenizer, special=False)
-        if finished and not policy.end_tokens & set(response_ids[-1:]):
-            response_ids.append(policy.tokenizer.eos_token_id)
+    if isinstance(response, list) and isinstance(response[0], int):
+        prompt_ids, response_ids = prompt, response
+        if max(prompt_ids + response_ids) >= len(policy.tokenizer):
+            raise InputError("a token id is not in the vocabulary of --policy")
+        if len(logprobs or response_ids) != len(response_ids):
+            raise InputError(f"{len(response_ids)} token ids have {len(logprobs)} log-probs")
+        text, response = policy.tokenizer.batch_decode([prompt_ids, response_ids])
+        finished = response_ids[-1] in policy.end_tokens
     else:
-        ids, marks = tokenise_conversation([*prompt, *response], finished, policy)
-        response_ids = ids[len(prompt_ids) :]
-        sampled = marks[len(prompt_ids) :]
-        response = policy.tokenizer.decode(response_ids)
+        logprobs = None  # of unknown tokens
+        prompt, response = split(uniform(prompt), uniform(response))
+        text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
+        if isinstance(response, str):
+            response_ids = encode(response, policy.tokenizer, special=False)
+            if finished and not policy.end_tokens & set(response_ids[-1:]):
+                response_ids.append(policy.tokenizer.eos_token_id)
+        else:
+            ids, marks = tokenise_conversation([*prompt, *response], finished, policy)
+            response_ids = ids[len(prompt_ids) :]
+            sampled = marks[len(prompt_ids) :]
+            response = policy.tokenizer.decode(response_ids)
     if not prompt_ids or not response_ids:
         raise InputError("the prompt or the response is empty; drop the row")
     prompt_id = content_hash(text)
@@ -123,7 +160,8 @@ def tokenise(policy: "Policy", prompt, response, reward: float, gold, finished) 
         prompt_ids=prompt_ids,
         response=response,
         response_ids=response_ids,
-        ref_logprobs=[],
+        # those of certain tokens can round to above 0
+        ref_logprobs=[min(value, 0.0) for value in logprobs or []],
         reward=reward,
         finished=finished,
         gold=None if gold is None else str(gold),
