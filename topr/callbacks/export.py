@@ -73,7 +73,7 @@ class ExportPolicy(Callback):
             export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
-        write_text(path / "README.md", model_card(trainer, pl_module, self.measured))
+        write_text(path / "README.md", model_card(folder, pl_module, self.measured))
         summary = summarise(trainer, pl_module, self.measured)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(f"policy/ and summary.json are in {folder}")
@@ -89,10 +89,9 @@ def log_figures(trainer, after: Row):
             logger.log_metrics(figures, trainer.global_step)
 
 
-def model_card(trainer, module: PolicyModule, measured: dict[str, Row]) -> str:
+def model_card(folder: Path, module: PolicyModule, measured: dict[str, Row]) -> str:
     """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
-    name = Path(trainer.log_dir or ".").parent.name
-    text = CARD.format(name, module.policy_name, trainer.global_step)
+    text = CARD.format(folder.parent.name, module.policy_name, module.global_step)
     if measured:
         text += f"{table(measured)}\n{UNITS}\n\n"
     text += "| setting | value or hash of its content |\n|---|---|\n"
