@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import train
 from data.arithmetic.imitation import imitate
 from topr.policy import Policy, encode_prompt, export_policy
-from topr.tasks import GSM8K
+from topr.tasks import GSM8K, Problem
 from topr.trajectories import read_trajectories
 from topr.trajectories.__main__ import main as trajectories_main
 
@@ -115,14 +115,14 @@ def test_the_whole_path_on_real_questions_with_the_shipped_config(run, tmp_path)
     for row in rows:
         text = re.sub(r"<<.*?>>", "", row["answer"]).replace("\n#### ", " The answer is ")
         solutions.append(text.replace("\n", " "))
-        assert task.grade(solutions[-1], task.problem(row, 0).gold).reward == 1
+        assert task.grade(solutions[-1], task.gold(row["answer"])).reward == 1
     policy = make_llama(tmp_path / "base", [row["question"] for row in rows] + solutions)
     policy.tokenizer.chat_template = CHAT
     short = [len(row["question"]) < 110 for row in rows]
     easy = [i for i, text in enumerate(solutions) if short[i] and len(text) < 130]
     demonstrations = []
     for i in easy:
-        prompt = task.prompt(task.problem(rows[i], 0), policy.tokenizer)
+        prompt = task.prompt(Problem("", rows[i]["question"], ""), policy.tokenizer)
         text, _ = encode_prompt(prompt, policy.tokenizer)
         demonstrations.append((text, solutions[i] + policy.tokenizer.eos_token))
     imitate(policy, cycle(demonstrations), steps=40)
