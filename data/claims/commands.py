@@ -1,7 +1,7 @@
 """Run this project's commands, each in a process of its own, and keep what they write."""
 
 import glob
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import shlex
@@ -24,6 +24,9 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["__main__", "train", "evaluate", "data.arithmetic.make", "data.word_problems.make"]
 )
+
+# `start` collects the ends of other threads' processes, too; read twice, an exit code becomes 255
+ENDS = threading.Lock()
 
 
 class Commands:
@@ -71,8 +74,11 @@ def start(output: Path, words: list[str]):
     """Run a command in a new process; what it prints goes to the file `output`."""
     output.write_text(f"python -m {shlex.join(words)}\n")
     process = FORKS.Process(target=perform, args=(words, output))
-    process.start()
-    process.join()
+    with ENDS:
+        process.start()
+    multiprocessing.connection.wait([process.sentinel])
+    with ENDS:
+        process.join()
     if process.exitcode and "is NaN or infinite" not in output.read_text():
         raise InputError(f"{shlex.join(words[:3])} … failed ({process.exitcode}); see {output}")
 
