@@ -5,8 +5,7 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 
 import gc
 import json
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +83,7 @@ class Evaluation:
     seed: NonNegativeInt = 0
     seeds: PositiveInt = 1
     devices: PositiveInt | None = None
+    loaded: Policy | None = field(default=None, init=False)  # the policy that sampled last
 
     def run(self):
         """Sample what is missing, then write responses, table and figure."""
@@ -97,10 +97,9 @@ class Evaluation:
         first = {}  # metrics of the first policy, by benchmark
         trajectories = []
         metadata = []
-        for (policy, name), first_job in jobs.items():
+        for (policy, name), jobs_of_seeds in jobs.items():
             by_seed = []  # metrics of each problem
-            for number in range(self.seeds):
-                job = replace(first_job, seed=self.seed + number)
+            for job in jobs_of_seeds:
                 responses = self.responses(name, job)
                 by_seed.append(self.metrics(name, job, responses))
                 for trajectory in responses:
@@ -128,8 +127,10 @@ class Evaluation:
     def claim(self, jobs):
         """Write to `out` what its results are of. An InputError if it holds results of others."""
         verifier = self.verifier and policy_hash(self.verifier)
-        sampled = [[*key, job.responses_hash] for key, job in jobs.items()]
-        text = json.dumps([self.k, verifier, self.critiques, sampled, *range(1, self.seeds)])
+        sampled = []
+        for key, jobs_of_seeds in jobs.items():
+            sampled.append([*key, *[job.responses_hash for job in jobs_of_seeds]])
+        text = json.dumps([self.k, verifier, self.critiques, sampled])
         path = self.out / "arguments.json"
         check_folder("--out", self.out)
         same = path.exists() and path.read_text() == text
@@ -140,8 +141,9 @@ class Evaluation:
             )
         write_text(path, text)
 
-    def find_jobs(self) -> dict[tuple[str, str], SamplingJob]:
-        """What to sample, by policy and benchmark. An InputError for what cannot be sampled.
+    def find_jobs(self) -> dict[tuple[str, str], list[SamplingJob]]:
+        """What to sample with each seed, by policy and benchmark. An InputError for what cannot be
+        sampled.
 
         A name's second file stands under NAME=FILE."""
         k = max(self.k, default=1)
@@ -161,30 +163,25 @@ class Evaluation:
                     max_new_tokens=self.max_new_tokens or task.sampling.max_new_tokens,
                     temperature=0.0 if self.greedy else task.sampling.temperature,
                 )
-                jobs[policy, argument if (policy, name) in jobs else name] = SamplingJob(
-                    policy,
-                    task,
-                    task.problems(source),
-                    self.samples,
-                    sampling,
-                    self.seed,
-                    PRECISION,
-                )
+                problems = task.problems(source)
+                jobs[policy, argument if (policy, name) in jobs else name] = [
+                    SamplingJob(policy, task, problems, self.samples, sampling, seed, PRECISION)
+                    for seed in range(self.seed, self.seed + self.seeds)
+                ]
         return jobs
 
     def responses(self, name: str, job: SamplingJob) -> list[Trajectory]:
         """All responses of a job. All ranks sample those that `out` does not hold yet."""
         folder = self.out / "responses" / f"{Path(name).name}-{job.responses_hash}"
-        policy = cache(self.load)
         sampler = ServerSampler(self.server) if self.server else LocalSampler()
         with torch.autocast(own_device().type, torch.bfloat16, PRECISION == "bf16-mixed"):
             missing = {path: numbers for path, numbers in job.parts_to_write(folder) if numbers}
             if missing:
-                sampled = job.sample_parts([*missing.values()], sampler, policy(job.policy))
+                sampled = job.sample_parts([*missing.values()], sampler, self.load(job.policy))
             for path in missing:
                 trajectories = next(sampled)
                 if self.log_probs:
-                    score(policy(job.policy), trajectories, job.sampling)
+                    score(self.load(job.policy), trajectories, job.sampling)
                 else:
                     for row in trajectories:
                         row.ref_logprobs = []  # of a server, not of this process
@@ -195,22 +192,27 @@ class Evaluation:
                 for path in sorted(folder.glob("*.parquet"))[rank() :: world_size()]:
                     trajectories = read_trajectories(path)
                     if not trajectories[0].ref_logprobs:
-                        add_log_probs(policy(job.policy), trajectories)
+                        add_log_probs(self.load(job.policy), trajectories)
                         write_trajectories(path, trajectories, job.metadata)
         gather(None)
         return read_parts(folder)
 
     def load(self, name: str) -> Policy:
-        """Load a policy to this process's device, and set the number of threads."""
+        """A policy on this process's device, loaded unless it sampled last; sets the number of
+        threads."""
+        if self.loaded is not None and self.loaded.name == name:
+            return self.loaded
+        self.loaded = None
         gc.collect()  # reference cycles may hold the policy before
         if self.server and not self.log_probs:  # its weights are not needed
             model: Any = SimpleNamespace(generation_config=load_generation_config(name))
-            return Policy(model, load_tokenizer(name), name)
+            self.loaded = Policy(model, load_tokenizer(name), name)
+            return self.loaded
         with own_device():
-            policy = load_policy(name)
-        if self.threads or policy.model.num_parameters() < SMALL:
+            self.loaded = load_policy(name)
+        if self.threads or self.loaded.model.num_parameters() < SMALL:
             torch.set_num_threads(self.threads or 1)
-        return policy
+        return self.loaded
 
     def metrics(self, name: str, job: SamplingJob, responses: list[Trajectory]) -> pd.DataFrame:
         """The metrics of each problem."""
