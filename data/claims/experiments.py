@@ -39,13 +39,9 @@ class Experiment:
             self.folder = self.run(self.setting["maker"])
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
-        self.trajectories = self.run(
-            "sample",
-            policy=self.base,
-            problems=self.folder / "train.jsonl",
-            samples=self.setting["trajectories"],
-            seed=self.setting["data_seed"] or self.seed,
-        )
+        seed = self.setting["data_seed"] or self.seed
+        count = self.setting["trajectories"]
+        self.trajectories = self.sample(self.base, "train", count, seed=seed)
 
     def run(self, name: str, *more: str, **values) -> Path:
         """The folder with the output of a command; the setting gives values, too."""
@@ -138,10 +134,11 @@ class Experiment:
         values["invalid"] = 1 - balanced["valid"]
         return {label: values}
 
-    def sample(self, policy: Path, split: str, samples: int, *more: str) -> Path:
+    def sample(self, policy: Path, split: str, samples: int, *more: str, **values) -> Path:
         """A folder with a policy's responses to each problem of a split."""
         problems = self.folder / f"{split}.jsonl"
-        return self.run("sample", *more, policy=policy, problems=problems, samples=samples)
+        values |= {"policy": policy, "problems": problems, "samples": samples}
+        return self.run("sample", *more, **values)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
         """pass@1, maj@samples (as `maj`), invalid and more of each problem; of its greedy response

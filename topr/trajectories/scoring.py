@@ -26,11 +26,11 @@ def score(
     """
     served = np.concatenate([row.ref_logprobs for row in trajectories])
     add_log_probs(policy, trajectories, microbatch_tokens)
-    own = np.concatenate([row.ref_logprobs for row in trajectories])
     if len(served) == 0 or (sampling.temperature, sampling.top_p) != (1, 1):
         return
     if 0 < sampling.top_k < 100:
         return
+    own = np.concatenate([row.ref_logprobs for row in trajectories])
     difference = (served - own).mean()
     print(f"log-probs of the server exceed the policy's by {difference:.4f} a token on average")
     if not abs(difference) < LIMIT:
