@@ -119,10 +119,18 @@ def ours(args: argparse.Namespace) -> None:
         enable_model_summary=False,
         logger=TensorBoardLogger(args.folder / "runs"),
         callbacks=[Epochs()],
+        precision=args.precision,
     )
     policy = str(args.folder / "policy")
     module = PolicyModule(policy, Arithmetic(), TOPR(), optimizer, threads=1)
     trainer.fit(module, trajectories(args))
+
+
+def by_hand(args: argparse.Namespace) -> None:
+    """Train by the plain loop of by_hand.py."""
+    import by_hand
+
+    by_hand.train(args)
 
 
 def sample(args: argparse.Namespace) -> None:
@@ -132,34 +140,44 @@ def sample(args: argparse.Namespace) -> None:
     import torch
 
     from topr.policy import load_policy
-    from topr.sampling import LocalSampler, Sampling
+    from topr.sampling import LocalSampler, Sampling, ServerSampler
 
     torch.set_num_threads(1)
     turns = Turns()
     rows = args.batch_size
     policy = load_policy(str(args.folder / "policy")).eval()
-    policy.model.generation_config.eos_token_id = list(range(ENDS))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(ENDS, 512, n).tolist() for n in lengths(rng, 100, rows, 200)]
-    how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 512}
+    stored = args.folder / "prompts.json"
+    if stored.exists():  # of a real policy, which ends its responses itself
+        prompts = json.loads(stored.read_text())
+    else:
+        policy.model.generation_config.eos_token_id = list(range(ENDS))
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(ENDS, 512, n).tolist() for n in lengths(rng, 100, rows, 200)]
+    how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": args.max_new_tokens}
+    sampler = ServerSampler(args.url) if args.arm == "server" else LocalSampler(rows)
     every = [prompt for prompt in prompts for _ in range(4)]
+    mixed = args.precision == "bf16-mixed"
     for turn in range(args.epochs):
         torch.manual_seed(turn)
-        if args.arm == "sampler":
-            sampled = LocalSampler(rows).sample(policy, prompts, 4, Sampling(**how), turn)
-            for group in sampled:
-                turns.tokens += sum(len(response.ids) for response in group)
-        else:
-            for start in range(0, len(every), rows):
-                turns.tokens += generate(policy, every[start : start + rows], how)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            if args.arm == "generate":
+                for start in range(0, len(every), rows):
+                    turns.tokens += generate(policy, every[start : start + rows], how)
+            else:
+                for group in sampler.sample(policy, prompts, 4, Sampling(**how), turn):
+                    turns.tokens += sum(len(response.ids) for response in group)
         turns.end(turn + 1)
 
 
 def generate(policy, prompts: list[list[int]], how: dict) -> int:
     """Response tokens, up to the first that ends each."""
+    import torch
+
     batch = policy.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     output = policy.model.generate(**batch, do_sample=True, **how)
-    ended = (output[:, batch["input_ids"].shape[1] :] < ENDS).int().cummax(dim=1).values
+    responses = output[:, batch["input_ids"].shape[1] :]
+    ends = torch.tensor(sorted(policy.end_tokens))
+    ended = torch.isin(responses, ends).int().cummax(dim=1).values
     return int((1 - ended).sum() + ended[:, -1].sum())
 
 
@@ -188,13 +206,17 @@ def load(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arms = {"ours": ours, "sampler": sample, "generate": sample, "load": load}
+    arms = {"ours": ours, "by hand": by_hand, "load": load}
+    arms |= dict.fromkeys(["sampler", "generate", "server"], sample)
     parser.add_argument("arm", choices=arms)
     parser.add_argument("folder", type=Path, help="made by benchmark.py")
     what = "trajectories of an update; rows of a sampler"
     parser.add_argument("--batch-size", type=int, default=64, help=what)
     parser.add_argument("--microbatch-tokens", type=int, default=1024)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--url", help="of the server")
     args = parser.parse_args()
     arms[args.arm](args)
 

@@ -4,6 +4,8 @@ python3.11 -m venv peers && peers/bin/pip install -r tests/requirements-peers.tx
 python tests/benchmark.py --python peers/bin/python     # training and sampling, an hour
 python tests/benchmark.py train --peers "" --old DIR    # against another checkout
 python tests/benchmark.py data --sizes 1000,1000000     # the data path: planning, loading, memory
+python tests/benchmark.py --python peers/bin/python --vllm V/bin/python --policy DIR \
+    --trajectories FILE --precision bf16-mixed          # a real policy and its trajectories
 
 Every arm is a process of its own with one thread, all on one core. All train an epoch to warm up,
 then take turns, an epoch each (A B C A B C). Tokens are nominal: prompt + response of every
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import numpy as np
 import torch
 from arms import lengths
 from peers import text
+from vllm import Server
 
 HERE = Path(__file__).parent
 MODELS: dict[str, dict[str, Any]] = {  # Llama shapes: 2.0, 35.2 and 35.9 million parameters
@@ -59,6 +63,7 @@ CASES = {  # trajectories of an epoch, of an update; tokens of a row of ours
     ("v32k", "gsm"): (32, 16, 1536),
     ("v128k", "gsm"): (16, 16, 1024),
 }
+REAL = (32, 32, 2048)
 
 
 def make_policy(folder: Path, name: str) -> dict[str, int]:
@@ -133,6 +138,45 @@ def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict[s
     products = about["body"] * tokens.sum() + about["head"] * response_lengths.sum() + attention
     total = int(tokens.sum())
     return about | {"tokens": total, "flops_per_token": 6 * float(products) / total}
+
+
+def copy_trajectories(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """As `make_trajectories`, of a real policy: an update of 32 trajectories, 8 to a prompt.
+
+    Half of them are said to be right, so that all can be paired.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(args.trajectories).slice(0, REAL[0])
+    field = table.schema.field("reward")
+    rewards = pa.array([1.0 - 2 * (i % 2) for i in range(len(table))], field.type)
+    table = table.set_column(table.schema.get_field_index("reward"), field, rewards)
+    folder.mkdir()
+    pq.write_table(table, folder / "train.parquet")
+    about = of_policy(folder, args.policy)
+    prompts = np.array([len(ids) for ids in table["prompt_ids"].to_pylist()])
+    responses = np.array([len(ids) for ids in table["response_ids"].to_pylist()])
+    tokens = prompts + responses
+    attention = about["width"] * (tokens**2).sum()
+    products = about["body"] * tokens.sum() + about["head"] * responses.sum() + attention
+    total = int(tokens.sum())
+    return about | {"tokens": total, "flops_per_token": 6 * float(products) / total}
+
+
+def of_policy(folder: Path, policy: Path) -> dict[str, int]:
+    """Put a policy into the folder; its parameters, as `make_policy` returns them."""
+    from topr.policy import load_policy
+
+    (folder / "policy").symlink_to(policy.absolute())
+    model = load_policy(str(policy)).model
+    config = model.config
+    parameters = model.num_parameters()
+    head = config.vocab_size * config.hidden_size
+    embeddings = 1 if config.tie_word_embeddings else 2
+    width = config.num_hidden_layers * config.hidden_size
+    body = parameters - embeddings * head
+    return {"parameters": parameters, "head": head, "body": body, "width": width}
 
 
 def make_shards(folder: Path, count: int) -> None:
@@ -266,14 +310,19 @@ def measured(arm: Arm, about: dict) -> dict[str, Any]:
 def train(args: argparse.Namespace, root: Path) -> list[dict]:
     """Ours against the peers for each model and data."""
     results = []
-    for (model, data), (count, batch_size, row) in CASES.items():
-        if model not in args.models.split(",") or data not in args.data.split(","):
-            continue
-        if args.quick:
-            count, batch_size = 8, 8
+    cases = {("real", args.precision): REAL} if args.policy else CASES
+    for (model, data), (count, batch_size, row) in cases.items():
         folder = root / f"{model}-{data}"
-        about = make_trajectories(folder, model, data, count)
+        if args.policy:
+            about = copy_trajectories(folder, args)
+        elif model not in args.models.split(",") or data not in args.data.split(","):
+            continue
+        else:
+            if args.quick:
+                count, batch_size = 8, 8
+            about = make_trajectories(folder, model, data, count)
         how = [folder, "--batch-size", batch_size, "--epochs", args.rounds + 1]
+        how += ["--precision", args.precision]
         rows = ["--microbatch-tokens", row]
         commands = {"ours": [sys.executable, HERE / "arms.py", "ours", *how, *rows]}
         if args.old:
@@ -281,6 +330,8 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
         for peer in filter(None, args.peers.split(",")):
             name, _, per_device = peer.partition("@")
             commands[peer] = [args.python, HERE / "peers.py", name, *how]
+            if name == "by hand":
+                commands[peer] = [sys.executable, HERE / "arms.py", name, *how, *rows]
             if per_device:
                 commands[peer] += ["--per-device", per_device]
         results += alternate(f"{model} {data}", commands, args.rounds, folder, about)
@@ -288,16 +339,43 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
 
 
 def sample(args: argparse.Namespace, root: Path) -> list[dict]:
-    """Our sampler against `generate`; utilisation is that of a forward of each response alone."""
+    """Our sampler against `generate`; utilisation is that of a forward of each response alone.
+
+    On a real policy against vLLM, too, which has its own process: then wall time counts.
+    """
     folder = root / "sample"
-    about: dict[str, float] = dict(make_policy(folder / "policy", "tiny"))
-    about["flops_per_token"] = 2 * (about["body"] + about["head"])
     rows = 4 if args.quick else 32  # responses that are sampled side by side
+    about: dict[str, float]
+    if args.policy:
+        rows = 128
+        folder.mkdir()
+        about = dict(of_policy(folder, args.policy))
+        prompts = first_prompts(args.trajectories, 64)
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+    else:
+        about = dict(make_policy(folder / "policy", "tiny"))
+    about["flops_per_token"] = 2 * (about["body"] + about["head"])
+    how = [folder, "--batch-size", rows, "--epochs", args.rounds + 1]
+    how += ["--precision", args.precision, "--max-new-tokens", args.max_new_tokens]
     commands = {}
     for arm in ("sampler", "generate"):
-        how = [folder, "--batch-size", rows, "--epochs", args.rounds + 1]
         commands[arm] = [sys.executable, HERE / "arms.py", arm, *how]
-    return alternate(f"sampling, {rows} rows", commands, args.rounds, folder, about)
+    with ExitStack() as stack:
+        if args.vllm:
+            dtype = "bfloat16" if args.precision == "bf16-mixed" else "float32"
+            more = ["--max-model-len", "1024", "--dtype", dtype]
+            server = stack.enter_context(Server(args.vllm, args.policy, 8151, *more))
+            commands["server"] = [sys.executable, HERE / "arms.py", "server", *how]
+            commands["server"] += ["--url", server.url]
+        return alternate(f"sampling, {rows} rows", commands, args.rounds, folder, about)
+
+
+def first_prompts(trajectories: Path, count: int) -> list[list[int]]:
+    """Ids of prompts that differ."""
+    import pyarrow.parquet as pq
+
+    every = pq.read_table(trajectories, columns=["prompt_ids"])["prompt_ids"].to_pylist()
+    return list(map(list, dict.fromkeys(map(tuple, every))))[:count]
 
 
 def data(args: argparse.Namespace, root: Path) -> list[dict]:
@@ -325,10 +403,18 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="train, sample (both by default), data")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--data", default=",".join(DATA))
-    peers = "name@8: 8 trajectories a forward, TRL's default; kto+ref: reference scored before"
+    peers = "name@8: 8 trajectories a forward, TRL's default; kto+ref: reference scored before; "
+    peers += "by hand: a plain loop, for Llama"
     parser.add_argument("--peers", default="kto,kto@8,dpo,dpo@8,grpo,sft", help=peers)
     parser.add_argument("--old", type=Path, help="another checkout, which is trained as well")
     parser.add_argument("--python", default=sys.executable, help="Python that has the peers")
+    parser.add_argument("--vllm", help="Python that has vLLM, see vllm.py")
+    parser.add_argument("--policy", type=Path, help="a real one; then --trajectories are its own")
+    parser.add_argument(
+        "--trajectories", type=Path, help="8 to a prompt, those of a prompt together"
+    )
+    parser.add_argument("--precision", default="32-true", help="or bf16-mixed")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     sizes = "trajectories of the data path"
     parser.add_argument("--sizes", default="1000,10000,100000,1000000", help=sizes)

@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument(
         "--per-device", type=int, help="trajectories of one forward (sft: tokens of a packed row)"
     )
+    parser.add_argument("--precision", default="32-true", help="or bf16-mixed")
     args = parser.parse_args()
     arm, _, reference = args.arm.partition("+")
     import torch
@@ -156,6 +157,8 @@ def main() -> None:
     disable_progress_bars()
     trainer, config = getattr(trl, f"{arm.upper()}Trainer"), getattr(trl, f"{arm.upper()}Config")
     rows = read(args.folder)
+    tokenizer = AutoTokenizer.from_pretrained(args.folder / "policy")
+    decode = text if tokenizer.pad_token in SPECIAL else tokenizer.decode
     turns = Turns()
 
     class Epochs(TrainerCallback):
@@ -194,7 +197,7 @@ def main() -> None:
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         use_cpu=True,
-        bf16=False,
+        bf16=args.precision == "bf16-mixed",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
@@ -204,8 +207,8 @@ def main() -> None:
     counted(trainer, turns)(
         model=AutoModelForCausalLM.from_pretrained(args.folder / "policy", dtype=torch.float32),
         args=settings,
-        train_dataset=Dataset.from_list(datasets_of(arm, rows)),
-        processing_class=AutoTokenizer.from_pretrained(args.folder / "policy"),
+        train_dataset=Dataset.from_list(datasets_of(arm, rows, decode)),
+        processing_class=tokenizer,
         callbacks=[Epochs()],
         **keywords,
     ).train()
