@@ -7,8 +7,6 @@ import gc
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,8 +22,8 @@ from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
 from topr.identity import policy_hash
 from topr.io import InputError, check_folder, write_text
-from topr.policy import Policy, load_policy, load_tokenizer, own_device
-from topr.policy.files import load_generation_config
+from topr.policy import Policy, load_policy, own_device
+from topr.policy.model import empty_policy
 from topr.sampling import LocalSampler, ServerSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
@@ -204,12 +202,11 @@ class Evaluation:
             return self.loaded
         self.loaded = None
         gc.collect()  # reference cycles may hold the policy before
-        if self.server and not self.log_probs:  # its weights are not needed
-            model: Any = SimpleNamespace(generation_config=load_generation_config(name))
-            self.loaded = Policy(model, load_tokenizer(name), name)
-            return self.loaded
-        with own_device():
-            self.loaded = load_policy(name)
+        if self.server and not self.log_probs:
+            self.loaded = empty_policy(name)  # its weights are not needed
+        else:
+            with own_device():
+                self.loaded = load_policy(name)
         if self.threads or self.loaded.model.num_parameters() < SMALL:
             torch.set_num_threads(self.threads or 1)
         return self.loaded

@@ -385,7 +385,7 @@ def test_published_shapes_give_their_prompts_responses_and_rewards(run, chat, na
         expected_ids(tokenizer, prompt) for prompt, *_ in expected
     ]
     above = sum(reward > 0 for *_, reward in expected)
-    assert f": {above} of {len(expected)} rows above 0" in out
+    assert f": {above} of {len(expected)} above 0" in out
     # Parquet writes null for every key that another row or record has
     pq.write_table(pa.Table.from_pylist([row, row | changes]), run.folder / "b.parquet")
     assert imported(run, chat, run.folder / "b.parquet", preset(name))[0] == trajectories
@@ -418,15 +418,11 @@ def fit(run, policy) -> dict:
 @pytest.mark.parametrize(
     ("options", "rewards", "words"),
     [
-        ([], [1, 7, 10], "reward: as it is: 3 of 3 rows above 0"),
-        (["--threshold=7"], [-1, 1, 1], "reward: +1 from 7.0 on, else -1: 2 of 3 rows above 0"),
-        (["--scale", "1", "13"], [-1, 0, 0.5], "[1.0, 13.0] becomes [-1, 1]: 1 of 3 rows above 0"),
-        (["--scale", "10", "1", "--threshold=8"], [-1, -1, 1], "+1 from 8.0 on, else -1: 1 of 3"),
-        (
-            ["--scale", "10", "1"],
-            [1, -1 / 3, -1],
-            "[10.0, 1.0] becomes [-1, 1]: 1 of 3 rows above 0",
-        ),
+        ([], [1, 7, 10], "threshold None, scale None: 3 of 3"),
+        (["--threshold=7"], [-1, 1, 1], "threshold 7.0, scale None: 2 of 3"),
+        (["--scale", "1", "13"], [-1, 0, 0.5], "threshold None, scale [1.0, 13.0]: 1 of 3"),
+        (["--scale", "10", "1", "--threshold=8"], [-1, -1, 1], "threshold 8.0, scale"),
+        (["--scale", "10", "1"], [1, -1 / 3, -1], "scale [10.0, 1.0]: 1 of 3"),
     ],
 )
 def test_rewards_of_any_range_are_converted_and_stated_back(run, chat, options, rewards, words):
@@ -526,7 +522,7 @@ def test_the_difference_of_stored_log_probs_is_reported_and_trained_if_asked_for
         for row, t, gap in zip(TOKEN_ROWS, scored, gaps, strict=True)
     ]
     # of six tokens 2 in all, of two sequences 0.5 and 1
-    words = "log mu: 0.333 a token, at most 1; 0.75 a sequence, at most 1;"
+    words = "log mu: 0.333 a token, 0.75 a sequence, at most 1:"
     for log_mu, start in (("rescored", [0, 0]), ("stored", [0.5, 1])):
         _, out = imported(run, chat, rows, f"--log_mu={log_mu}")
         assert words in out

@@ -30,9 +30,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from topr.callbacks import export, predictions
+from topr.callbacks import export
 from topr.checkpoints import AtomicCheckpointIO
-from topr.evaluation import pipeline
+from topr.evaluation import live, pipeline
 from topr.module import PolicyModule
 from topr.sampling import LocalSampler
 from topr.trajectories import read_trajectories
@@ -42,7 +42,7 @@ PHASES = {
     "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
     "validation": (PolicyModule, "log_validation"),
     "sampling": (LocalSampler, "sample"),
-    "writing": (predictions, "write_trajectories"),
+    "writing": (live, "write_trajectories"),
     "export": (export, "export_policy"),
 }
 SAMPLES = 3

@@ -365,7 +365,8 @@ class TrajectoryDataModule(LightningDataModule):
         job = self.job("problems")
         module = self.trainer.lightning_module
         job.metadata["policy"] = module.policy_hash()  # it can hold other weights than the stored
-        parts = job.parts_to_write(Path(self.out) if self.out else None)
+        folder = None if self.trainer.fast_dev_run else self.out  # a trial run writes nothing
+        parts = job.parts_to_write(folder and Path(folder))
         sampled = job.sample_parts(
             [numbers for _, numbers in parts], module.sampler or LocalSampler(), module.policy
         )

@@ -99,11 +99,9 @@ class PolicyModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Check the trainer, here because Lightning asks for callbacks before its own, less clear
-        checks; add the writer of predictions."""
-        from topr.callbacks.predictions import PredictionWriter
-
+        checks."""
         check_trainer(self.trainer)
-        return [PredictionWriter()]
+        return []
 
     def configure_model(self):
         """Load the weights; Lightning calls this once the strategy has set the device up, and
@@ -251,10 +249,18 @@ class PolicyModule(LightningModule):
         return {"trajectories": self.evaluate("test", batch)}
 
     def predict_step(self, batch: ProblemBatch, batch_idx) -> list[Trajectory]:
-        """Graded responses with log mu; `PredictionWriter` writes them."""
+        """Graded responses with log mu, also in the file that the batch names, if any."""
         from topr.evaluation.live import predict
 
         return predict(self, batch)
+
+    def on_predict_end(self):
+        """Say where the trajectories are, when every rank has written its files."""
+        gather(None)
+        trainer: Any = self.trainer
+        folder = getattr(trainer.datamodule, "out", None)
+        if folder is not None and trainer.is_global_zero and not trainer.fast_dev_run:
+            print(f"trajectories are under {folder}")
 
     def evaluate(self, split: str, batch: ProblemBatch) -> list[Trajectory]:
         """Sample and grade responses, and log the metrics over the problems of all ranks at the

@@ -12,7 +12,7 @@ from topr.evaluation.metrics import per_problem
 from topr.evaluation.metrics import summarise as with_intervals
 from topr.policy.sharding import full_weights
 from topr.sampling.local import LocalSampler
-from topr.trajectories.file import Trajectory
+from topr.trajectories.file import Trajectory, write_trajectories
 from topr.trajectories.scoring import score
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Traj
 
 
 def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
-    """Graded responses with log mu."""
+    """Graded responses with log mu, also in the file that the batch names, if any."""
     with sampling_context(module):
         if not batch.numbers:  # this rank only keeps the others company
             return []
         trajectories = next(batch.sampled)
         score(module.policy, trajectories, batch.job.sampling, batch.microbatch_tokens)
+    if batch.path is not None:
+        write_trajectories(batch.path, trajectories, batch.job.metadata)
     return trajectories
 
 

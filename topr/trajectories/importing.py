@@ -84,18 +84,16 @@ def import_files(
         raise InputError("--log_mu stored needs log-probs of all token ids; --logprobs names them")
     rescored = [replace(t) for t in kept]
     with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
-        add_log_probs(model, rescored, microbatch_tokens)
-    compare(kept, rescored)
+        report(add_log_probs(model, rescored, microbatch_tokens))
     metadata = provenance(policy, precision)
     if log_mu == "stored":
         metadata["policy"] = None  # another forward computed log mu, so no ratio need start at 1
-    write_trajectories(out, kept if log_mu == "stored" else rescored, metadata)
-    rule = f"{scale} becomes [-1, 1]" if scale else "as it is"
-    if threshold is not None:
-        rule = f"+1 from {threshold} on, else -1"
+        rescored = kept
+    write_trajectories(out, rescored, metadata)
     positive = sum(t.reward > 0 for t in kept)
-    print(f"reward: {rule}: {positive:,} of {len(kept):,} rows above 0")
-    print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
+    left_out = len(trajectories) - len(kept)
+    print(f"{len(kept)} trajectories; left out as too long: {left_out}")
+    print(f"reward: threshold {threshold}, scale {scale}: {positive} of {len(kept)} above 0")
 
 
 def as_number(reward, threshold: float | None, scale: tuple[float, float] | None) -> float:
@@ -106,17 +104,14 @@ def as_number(reward, threshold: float | None, scale: tuple[float, float] | None
     return 2 * (float(reward) - low) / (high - low) - 1
 
 
-def compare(stored: list[Trajectory], rescored: list[Trajectory]):
-    """Print how far stored log-probs are from log mu of the policy."""
-    pairs = zip(stored, rescored, strict=True)
-    gaps = [np.subtract(s.ref_logprobs, t.ref_logprobs) for s, t in pairs if s.ref_logprobs]
+def report(gaps: list[np.ndarray]):
+    """Print how far stored log-probs, if any, are from log mu of the policy."""
     if gaps:
         token = np.abs(np.concatenate(gaps))
         sequence = np.abs([gap.sum() for gap in gaps])
         print(
-            f"|stored - rescored| log mu: {token.mean():.3g} a token, at most {token.max():.3g}; "
-            f"{sequence.mean():.3g} a sequence, at most {sequence.max():.3g}; "
-            "so far from 0 are the first log-ratios with stored log mu"
+            f"|stored - rescored| log mu: {token.mean():.3g} a token, {sequence.mean():.3g} a "
+            f"sequence, at most {sequence.max():.3g}: the first log-ratios with stored log mu"
         )
 
 

@@ -24,14 +24,10 @@ def score(
     Raises an InputError beyond `LIMIT`. A temperature, top_p or a small top_k changes the log-probs
     of some servers: then nothing is compared.
     """
-    served = np.concatenate([row.ref_logprobs for row in trajectories])
-    add_log_probs(policy, trajectories, microbatch_tokens)
-    if len(served) == 0 or (sampling.temperature, sampling.top_p) != (1, 1):
+    gaps = add_log_probs(policy, trajectories, microbatch_tokens)
+    if not gaps or (sampling.temperature, sampling.top_p) != (1, 1) or 0 < sampling.top_k < 100:
         return
-    if 0 < sampling.top_k < 100:
-        return
-    own = np.concatenate([row.ref_logprobs for row in trajectories])
-    difference = (served - own).mean()
+    difference = np.concatenate(gaps).mean()
     print(f"log-probs of the server exceed the policy's by {difference:.4f} a token on average")
     if not abs(difference) < LIMIT:
         raise InputError(
@@ -42,14 +38,20 @@ def score(
 
 
 @torch.no_grad()
-def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int = 16384):
+def add_log_probs(
+    policy: Policy, trajectories: list[Trajectory], microbatch_tokens: int = 16384
+) -> list[np.ndarray]:
     """Set `ref_logprobs` of trajectories; 0 where not sampled.
 
     Args:
         policy: it scores.
         trajectories: they need ids and `sampled` only.
         microbatch_tokens: tokens of a row, which is one forward.
+
+    Returns:
+        By how much `ref_logprobs` were larger before, of each trajectory that had them.
     """
+    gaps: list[np.ndarray] = []
     numbers: dict[tuple, int] = {}  # of the prompts
     sizes = []
     for t in trajectories:
@@ -68,4 +70,7 @@ def add_log_probs(policy: Policy, trajectories: list[Trajectory], microbatch_tok
         for t, places, log_probs_T in zip(chosen, tokens.sampled, scores, strict=True):
             ref_logprobs = np.zeros(len(t.response_ids))
             ref_logprobs[places] = log_probs_T
+            if t.ref_logprobs:
+                gaps.append(t.ref_logprobs - ref_logprobs)
             t.ref_logprobs = ref_logprobs.tolist()
+    return gaps
