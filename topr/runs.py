@@ -12,7 +12,6 @@ from topr.checkpoints import newest
 from topr.io import check_folder
 
 FOLDER_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # which write to save_dir/name/version
-UNNAMED = (None, "lightning_logs")
 
 
 @dataclass
@@ -60,10 +59,6 @@ class Run:
             if kind == "TensorBoardLogger":
                 # it drops what was logged after the checkpoint
                 logger.dict_kwargs = {"purge_step": self.updates}
-            if kind == "WandbLogger":
-                # run-DATE-ID, or run-DATE-ID-1 if started in the same second
-                for earlier in self.folder.glob("wandb/*run-*"):
-                    arguments.version = earlier.name.partition("run-")[2].split("-")[1]
 
     def keep_csv_rows(self, loggers, updates: int):
         """Keep what was logged to metrics.csv before so many updates: a CSVLogger starts a new
@@ -87,7 +82,7 @@ def new_run(config) -> Run:
     for logger in reversed(loggers_of(config.trainer)):
         if logger.class_path.endswith(FOLDER_LOGGERS):
             save_dir = logger.init_args.save_dir
-        if logger.init_args.get("name") not in UNNAMED:
+        if logger.init_args.get("name") not in (None, "lightning_logs"):
             name = logger.init_args.name
     overlays = [path.stem for path in files if path.parent.name == "loss"]
     # the configuration cannot tell where a name comes from
