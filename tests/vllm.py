@@ -80,18 +80,18 @@ class Server:
     __exit__ = kill
 
 
-def make_wide(out: Path, seed: int) -> Path:
+def make_wide(out: Path, seed: int, steps: int = 400) -> Path:
     """A policy of the embedded task whose heads are wide enough for vLLM on a CPU."""
     torch.manual_seed(seed)
     setting = yaml.safe_load((ROOT / "data/arithmetic/setting.yaml").read_text())
     policy = make_policy(make_tokenizer(), heads=2)
-    imitate(policy, demonstrations(setting, default_rng(seed)), 400)
+    imitate(policy, demonstrations(setting, default_rng(seed)), steps)
     export_policy(policy, out)
     return out
 
 
 def start(script: str, *arguments) -> subprocess.Popen:
-    command = [sys.executable, ROOT / script, *map(str, arguments)]
+    command = [sys.executable, script, *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -138,7 +138,7 @@ def main():
     parser.add_argument("--policy", type=Path, help="default: a small one that is made")
     parser.add_argument("--config", default="configs/arithmetic.yaml")
     parser.add_argument("--problems", type=Path, default=ROOT / "data/arithmetic/test.jsonl")
-    parser.add_argument("--limit", type=int, default=160, help="problems to sample")
+    parser.add_argument("--limit", type=int, default=160, help="problems to sample, in parts of 32")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rate", default="3e-3", help="learning rate that makes another policy")
     parser.add_argument("--dtype", default="float32", help="of the servers")
