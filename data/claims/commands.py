@@ -5,15 +5,16 @@ import multiprocessing.connection
 import os
 import runpy
 import shlex
+import signal
 import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
-from topr.distributed import die_with_parent
 from topr.identity import content_hash, file_hash
 from topr.io import InputError, remove
 
@@ -85,7 +86,7 @@ def start(output: Path, words: list[str]):
 
 def perform(words: list[str], output: Path):
     """Run a command as `python -m` would; what it prints is appended to a file."""
-    die_with_parent()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     file = os.open(output, os.O_APPEND | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -95,6 +96,16 @@ def perform(words: list[str], output: Path):
     # known by content, and so shared by the commands
     os.environ["HF_DATASETS_CACHE"] = str(output.parents[1] / "datasets")
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def end_with_parent():
+    """End this process as soon as the one that started the study has ended.
+
+    A fork server outlives it, since the processes that it has forked keep it alive.
+    """
+    starter: Any = multiprocessing.parent_process()
+    starter.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def inputs_hash(root: Path, *more: str) -> str:
