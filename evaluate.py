@@ -215,10 +215,11 @@ class Evaluation:
         """The metrics of each problem."""
         weights = self.weights(name, job.task, responses) if self.verifier else []
         values = per_problem(responses, self.k, weights)
-        lenient = []  # grades by the task's lenient rule, if it has one
-        for row in responses:
-            said = before(row.response, job.sampling.stop)
-            lenient.append(job.task.grade_leniently(said, row.gold))
+        # grades by the task's lenient rule, if it has one
+        lenient = [
+            job.task.grade_leniently(before(row.response, job.sampling.stop), row.gold)
+            for row in responses
+        ]
         correct = [grade.reward > 0 for grade in lenient if grade]
         if correct:
             values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)

@@ -74,10 +74,9 @@ class Updates(Dataset):
         rows = partition(sizes, self.microbatch_tokens, self.ranks, self.unit, self.padded)
         micro_batches = []
         for row in rows[self.rank :: self.ranks]:
-            if len(row):
-                micro_batches.append(self.micro_batch(batch[row], real=True))
-            else:  # a filler: the ranks of a sharded policy need each other in every forward
-                micro_batches.append(self.micro_batch(batch[rows[0][-self.unit :]], real=False))
+            # a filler if empty: the ranks of a sharded policy need each other in every forward
+            chosen = row if len(row) else rows[0][-self.unit :]
+            micro_batches.append(self.micro_batch(batch[chosen], real=len(row) > 0))
         return Update(micro_batches, len(batch))
 
     def micro_batch(self, chosen: np.ndarray, real: bool) -> MicroBatch:
@@ -85,10 +84,8 @@ class Updates(Dataset):
         table = self.data.rows[chosen.tolist()]
         sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
         tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy(), sampled)
-        scores = table["ref_logprobs"].to_numpy()
-        ref_log_probs = []
-        for log_probs, places in zip(scores, tokens.sampled, strict=True):
-            ref_log_probs.append(log_probs[places])
+        stored = zip(table["ref_logprobs"].to_numpy(), tokens.sampled, strict=True)
+        ref_log_probs = [log_probs[places] for log_probs, places in stored]
         return MicroBatch(
             tokens=tokens if real else tokens._replace(nominal=0),
             ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
@@ -225,7 +222,7 @@ class TrajectoryDataModule(LightningDataModule):
             raise InputError("data.whole_groups is true, but this loss draws pairs; set it false")
         self.policy = policy
         self.task = task
-        self.batching: Batching = "groups" if whole_groups else batching
+        self.batching = "groups" if whole_groups else batching
         self.train = train
         self.val = val
         self.test = test
@@ -370,10 +367,10 @@ class TrajectoryDataModule(LightningDataModule):
         sampled = job.sample_parts(
             [numbers for _, numbers in parts], module.sampler or LocalSampler(), module.policy
         )
-        loader = ProblemBatches()
-        for path, numbers in parts:
-            loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled))
-        return loader
+        return ProblemBatches(
+            ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled)
+            for path, numbers in parts
+        )
 
 
 def check_signs(advantage: np.ndarray, loss: Loss | None):

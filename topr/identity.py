@@ -90,8 +90,8 @@ def weights_hash(policy: str, weights: dict[str, Tensor]) -> str:
     tensors = {name: tensor_hash(weight) for name, weight in weights.items()}
     configs = []
     for config in (load_config(policy), load_generation_config(policy)):
-        entries = config.to_dict().items()
-        configs.append({key: value for key, value in entries if key not in UNRELATED})
+        entries = config.to_dict()
+        configs.append({key: entries[key] for key in entries if key not in UNRELATED})
     return content_hash(sorted(tensors.items()), configs, tokenizer_hash(load_tokenizer(policy)))
 
 

@@ -92,7 +92,6 @@ class PolicyModule(LightningModule):
         self.max_abs_log_ratio: float | None = None  # of the first batch; None: no update yet
         self.validated: tuple = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
-        self.limits: tuple = (None, -1)  # max_epochs and max_steps
         self.decisive: dict = {}  # of the fit that began
         if threads is not None:
             torch.set_num_threads(threads)
@@ -189,7 +188,10 @@ class PolicyModule(LightningModule):
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-        self.log_update(columns, {"gradient/norm": norm, "train/lr": rate})
+        figures = statistics(columns) | {"gradient/norm": norm, "train/lr": rate}
+        for name, value in figures.items():  # for callbacks; the same on all ranks
+            self.log(name, value, logger=False, prog_bar=name == "train/loss")
+        self.log_at_update(figures)
         return {"columns": columns}
 
     def add_gradient(self, part: MicroBatch, trajectories):
@@ -223,13 +225,6 @@ class PolicyModule(LightningModule):
             policy = self.policy_hash()
             self.max_abs_log_ratio = float(np.abs(columns["log_ratio"]).max())
             check_start(columns, str(self.trainer.precision), data, policy)
-
-    def log_update(self, columns: Columns, more: dict[str, float]):
-        """Log the figures of an update, which are the same on all ranks."""
-        figures = statistics(columns) | more
-        for name, value in figures.items():  # for callbacks
-            self.log(name, value, logger=False, prog_bar=name == "train/loss")
-        self.log_at_update(figures)
 
     def log_at_update(self, figures: dict[str, float]):
         """Write figures of the last update at its number, from 0. At once: Lightning would write
@@ -344,18 +339,27 @@ class PolicyModule(LightningModule):
 def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
     precision = str(trainer.precision)
-    message = None
-    if trainer.accumulate_grad_batches != 1:
-        message = "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size"
-    elif trainer.gradient_clip_val is not None:
-        message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
-    elif type(trainer.strategy).__name__ == "FSDPStrategy":
-        message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
-    elif isinstance(trainer.accelerator, MPSAccelerator):
-        message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"
-    elif torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2:  # an error
-        message = "deterministic is true, which a GPU's sampling cannot be; set it to warn"
-    elif precision not in ("32-true", "bf16-mixed"):
-        message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
-    if message:
-        raise InputError(f"trainer.{message}")
+    deterministic = torch.get_deterministic_debug_mode() == 2  # otherwise it only warns
+    problems = {
+        "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size": (
+            trainer.accumulate_grad_batches != 1
+        ),
+        "gradient_clip_val must stay unset: set model.gradient_clip_val": (
+            trainer.gradient_clip_val is not None
+        ),
+        "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml": (
+            type(trainer.strategy).__name__ == "FSDPStrategy"
+        ),
+        "accelerator chose mps, which is not supported; set --trainer.accelerator cpu": isinstance(
+            trainer.accelerator, MPSAccelerator
+        ),
+        "deterministic is true, which a GPU's sampling cannot be; set it to warn": (
+            deterministic and torch.cuda.is_available()
+        ),
+        f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed": (
+            precision not in ("32-true", "bf16-mixed")
+        ),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise InputError(f"trainer.{problem}")

@@ -31,19 +31,14 @@ def plain(value):
 def describe(value):
     """What stands for a value that JSON does not know: class path and arguments of an object, the
     fields of a dataclass, the class that a partial would make."""
+    kind, arguments = value, {}
     if isinstance(value, Configurable):
-        return class_config(type(value), value.init_args)
-    if isinstance(value, partial):
+        kind, arguments = type(value), value.init_args
+    elif isinstance(value, partial):
         # jsonargparse hands the class to a function of its own, as the last argument
-        made = value.args[-1] if value.args else value.func
-        return class_config(made, value.keywords)
-    if isinstance(value, type):
-        return class_config(value, {})
-    return vars(value) if is_dataclass(value) else str(value)
-
-
-def class_config(kind, arguments: dict) -> dict:
-    """A class path with its arguments."""
+        kind, arguments = [value.func, *value.args][-1], value.keywords
+    elif not isinstance(value, type):
+        return vars(value) if is_dataclass(value) else str(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 

@@ -99,7 +99,7 @@ def perform(words: list[str], output: Path):
 
 def inputs_hash(root: Path, *more: str) -> str:
     """Hash of the files that decide outputs, see commands.yaml."""
-    hashes: list[str] = []
+    hashes = []
     for pattern in [*TEMPLATES["inputs"], *more]:
         paths = sorted(glob.glob(str(root / pattern), recursive=True))
         hashes += [file_hash(path) for path in paths if Path(path).is_file()]

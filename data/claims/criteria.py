@@ -46,8 +46,8 @@ def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict
     """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
     for text, conditions in parts.items():
-        answers = [holds(condition, results) for condition in conditions]
-        found[text] = min(answers)  # the alphabet has no, undecided and yes in this order
+        # the alphabet has no, undecided and yes in this order
+        found[text] = min(holds(condition, results) for condition in conditions)
     return found
 
 

@@ -49,9 +49,8 @@ def make(
     rows = load_rows(DATA / "train.jsonl.gz", {"solution": (str,)})
     dev = load_rows(DATA / "dev.jsonl.gz", {})
     svamp = load_rows(DATA / "svamp.jsonl.gz", {})
-    splits = {"train": rows[-problems:], "svamp": svamp[: 2 * tests]}
-    splits |= {"val": dev[:tests], "test": dev[-tests:]}
-    for split, chosen in splits.items():
+    splits = {"train": rows[-problems:], "val": dev[:tests], "test": dev[-tests:]}
+    for split, chosen in (splits | {"svamp": svamp[: 2 * tests]}).items():
         write_lines(out / f"{split}.jsonl", chosen)
 
     task = GSM8K()

@@ -131,10 +131,8 @@ class SamplingJob:
         """Replace the grades of a file of this job."""
         trajectories = []
         for row in read_trajectories(path):
-            response = Response(row.response_ids, row.finished)
-            graded = self.grade(self.ids.index(row.prompt_id), response)
-            graded.ref_logprobs = row.ref_logprobs
-            trajectories.append(graded)
+            response = Response(row.response_ids, row.finished, tuple(row.ref_logprobs))
+            trajectories.append(self.grade(self.ids.index(row.prompt_id), response))
         write_trajectories(path, trajectories, self.metadata)
         print(f"{path} has another grader's grades: graded again")
 

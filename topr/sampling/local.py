@@ -103,7 +103,7 @@ class Rows:
         self.most = min(most, sum(map(len, groups)))
         free = Draft(prompt=[], draws=iter([]), ids=[0], ended=True)
         self.drafts = [free]  # of each row; a row is free when its draft has ended
-        self.layers: list[RowLayer] = []
+        self.layers = []
 
     def decode(self):
         """Extend every draft to its end, or until a stop is requested."""

@@ -36,8 +36,8 @@ class Verifier(Task):
             InputError: no candidate is correct, or none is incorrect.
         """
         table = pa.concat_tables(map(read_table, resolve_files(str(source))))
-        rewards = table.select(["reward"]).to_pandas()
-        chosen = table.take(with_share(rewards, 0.5, None, np.random.default_rng(0)))
+        reward = table["reward"].to_numpy()
+        chosen = table.take(with_share(reward, 0.5, None, np.random.default_rng(0)))
         return self.candidates([Trajectory(**row) for row in chosen.to_pylist()])
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:

@@ -45,11 +45,9 @@ def curate(
     rows["group"] = rows.groupby(["group", "prompt"]).ngroup()
     rng = np.random.default_rng(seed)
     if way == "share":
-        kept = with_share(rows, share, total, rng)
-    elif way == "uniform":
-        kept = uniform(rows, budget, rng)
+        kept = with_share(rows["reward"], share, total, rng)
     else:
-        kept = anna_karenina(rows, budget)
+        kept = of_each_group(rows, way, budget, rng)
     table = table.take(kept)
     if iteration is not None:
         metadata["iteration"] = iteration
@@ -60,25 +58,25 @@ def curate(
     print(f"kept {len(kept)} of {len(rows)} trajectories")
 
 
-def uniform(rows: pd.DataFrame, budget: int, rng: np.random.Generator) -> np.ndarray:
-    """Sorted numbers of `budget` random rows of each group."""
-    shuffled = rows.loc[rng.permutation(len(rows))]
-    return np.sort(shuffled.groupby("group").head(budget).index)
-
-
-def anna_karenina(rows: pd.DataFrame, budget: int) -> np.ndarray:
-    """Sorted numbers of the first correct row of each group, and incorrect ones up to `budget`."""
-    first = rows[rows["reward"] > 0].groupby("group").head(1)
-    candidates = pd.concat([first, rows[rows["reward"] <= 0]])
+def of_each_group(
+    rows: pd.DataFrame, way: Way, budget: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Sorted numbers of `budget` rows of each group: random ones, or the first correct one and then
+    incorrect ones."""
+    if way == "uniform":
+        candidates = rows.loc[rng.permutation(len(rows))]
+    else:
+        first = rows[rows["reward"] > 0].groupby("group").head(1)
+        candidates = pd.concat([first, rows[rows["reward"] <= 0]])
     return np.sort(candidates.groupby("group").head(budget).index)
 
 
 def with_share(
-    rows: pd.DataFrame, share: float, total: int | None, rng: np.random.Generator
+    reward: np.ndarray, share: float, total: int | None, rng: np.random.Generator
 ) -> np.ndarray:
     """Sorted numbers of random rows with a share of positives: `total`, or as many as possible."""
-    correct = rng.permutation(rows.index[rows["reward"] > 0])
-    incorrect = rng.permutation(rows.index[rows["reward"] <= 0])
+    correct = rng.permutation(np.flatnonzero(reward > 0))
+    incorrect = rng.permutation(np.flatnonzero(reward <= 0))
     size = total or min(len(correct) / share, len(incorrect) / (1 - share))
     positives = round(size * share)
     negatives = round(size * (1 - share))

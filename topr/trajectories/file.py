@@ -116,19 +116,19 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
     marked = pc.list_value_length(table["sampled"]).to_numpy()
     conversation = marked >= 0  # NaN if all tokens were sampled
     uneven = (scored > 0) & (response != scored) | conversation & (response != marked)
-    unsampled = ~_outside(table["sampled"], 0, 0)
+    unsampled = conversation & ~_outside(table["sampled"], 0, 0)
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
     unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
-    reward = table["reward"].to_numpy()
+    unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
         "response_ids, ref_logprobs and sampled differ in length": uneven,
-        "no token is marked as sampled; drop the row": conversation & unsampled,
+        "no token is marked as sampled; drop the row": unsampled,
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
         f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
-        f"the reward is NaN or beyond +-{LARGEST:.0f}": ~(abs(reward) <= LARGEST),
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
         f"it holds more tokens than {limit}": prompt + response > max_tokens,
     }
 

@@ -111,14 +111,13 @@ def map_rows(files: list[str], hashes: list[str]):
                 # its own cache would know a file by its path and time
                 cache_dir=Path(cache, content),
             )
-        parts.append(part)
+            parts.append(part)
     return datasets.concatenate_datasets(parts).with_format("arrow")
 
 
 def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
     """A number for each row of a column of lists, equal for equal lists, the same on every rank."""
-    hashes = []
+    hashes: list[int] = []
     for chunk in column.chunks:
-        for ids in chunk.to_numpy(zero_copy_only=False):
-            hashes.append(xxhash.xxh3_64_intdigest(ids))
+        hashes += map(xxhash.xxh3_64_intdigest, chunk.to_numpy(zero_copy_only=False))
     return np.unique(np.array(hashes, dtype=np.uint64), return_inverse=True)[1]
