@@ -109,8 +109,9 @@ class Evaluation:
             rows[name] = {"problems": len(job.problems), "samples": job.samples}
             rows[name] |= summarise(values, self.seed)
             if self.seeds > 1:
-                means = [metrics.mean() for metrics in by_seed]
-                rows[f"{name}, over seeds"] = summarise(pd.DataFrame(means), self.seed)
+                rows[f"{name}, over seeds"] = summarise(
+                    pd.DataFrame([metrics.mean() for metrics in by_seed]), self.seed
+                )
             if name not in first:
                 first[name] = values
             else:  # paired by problem

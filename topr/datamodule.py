@@ -70,8 +70,9 @@ class Updates(Dataset):
 
     def __getitem__(self, number: int) -> Update:
         batch = self.plan.batches[number]
-        sizes = self.data.sizes[:, batch]
-        rows = partition(sizes, self.microbatch_tokens, self.ranks, self.unit, self.padded)
+        rows = partition(
+            self.data.sizes[:, batch], self.microbatch_tokens, self.ranks, self.unit, self.padded
+        )
         micro_batches = []
         for row in rows[self.rank :: self.ranks]:
             # a filler if empty: the ranks of a sharded policy need each other in every forward
@@ -270,16 +271,14 @@ class TrajectoryDataModule(LightningDataModule):
         batches, advantage = self.plan(0)
         reward = self.data.reward
         check_signs(advantage, loss)
-        groups = self.data.group.max() + 1
         rank_zero_info(
-            f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch: "
-            f"mean reward {reward.mean():.4g}, "
+            f"{len(reward)} trajectories in {self.data.group.max() + 1} groups, "
+            f"{len(batches)} updates an epoch: mean reward {reward.mean():.4g}, "
             f"effective positive share {positive_share_of(advantage):.3g}"
         )
 
     def decisive(self) -> dict:
         """What decides the plan and the figures of a run, by content."""
-        jobs = [self.job(split) for split in ("val", "test")]
         return {
             "data.train": self.data.hashes,
             "data.advantage": source_hash(self.advantage),
@@ -287,7 +286,7 @@ class TrajectoryDataModule(LightningDataModule):
             "data.batching (data.whole_groups)": self.batching,
             "seed_everything": self.seed,
             "data.val, data.test, data.sampling or the task": content_hash(
-                [job and job.metadata for job in jobs]
+                [job and job.metadata for job in map(self.job, ("val", "test"))]
             ),
         }
 
@@ -304,11 +303,12 @@ class TrajectoryDataModule(LightningDataModule):
         rng = np.random.default_rng([self.seed, epoch, 1])  # 1: not the one of the batches
         advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)
         if advantage.shape != data.reward.shape or not np.isfinite(advantage).all():
-            name = type(self.advantage).__name__
-            raise InputError(f"data.advantage: {name} must return a finite number per trajectory")
-        positive = advantage >= 0
+            raise InputError(
+                f"data.advantage: {type(self.advantage).__name__} must return a finite number per "
+                "trajectory"
+            )
         batches = plan_batches(
-            data.group, positive, self.batch_size, self.batching, self.seed, epoch
+            data.group, advantage >= 0, self.batch_size, self.batching, self.seed, epoch
         )
         return EpochPlan(batches, advantage)
 
@@ -388,7 +388,9 @@ def check_signs(advantage: np.ndarray, loss: Loss | None):
             "sample more, or change data.advantage",
         )
     if (advantage >= 0).all():
-        hint = "for rewards 0 and 1 set data.advantage.c to 0.5"
-        rank_zero_warn(f"no advantage is negative, so only positives are learned; {hint}")
+        rank_zero_warn(
+            "no advantage is negative, so only positives are learned; "
+            "for rewards 0 and 1 set data.advantage.c to 0.5"
+        )
     elif (advantage < 0).all():
         rank_zero_warn("every advantage is negative: nothing is learned from positives")

@@ -32,8 +32,7 @@ UNRELATED = [
 
 def content_hash(*parts) -> str:
     """16 hex digits of any values that JSON or `describe` can write."""
-    text = json.dumps(parts, sort_keys=True, default=describe)
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=describe).encode())
 
 
 def file_hash(path: str | Path) -> str:
@@ -72,8 +71,9 @@ def tokenizer_hash(tokenizer) -> str:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         for key in ("padding", "truncation"):  # mere use sets them
             rules.pop(key, None)
-    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
-    text = json.dumps(parts, sort_keys=True, default=str)
+    text = json.dumps(
+        [rules, tokenizer.special_tokens_map, tokenizer.chat_template], sort_keys=True, default=str
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -113,8 +113,8 @@ def tensor_hash(tensor: Tensor) -> str:
 def provenance(name: str, precision: str, **more) -> dict:
     """Metadata of a trajectory file whose log mu this stored policy scored; see
     `trajectories.file.METADATA_KEYS`."""
-    identity = {"tokenizer": tokenizer_hash(load_tokenizer(name)), "policy": policy_hash(name)}
-    return {**identity, "precision": precision, **more}
+    tokenizer = tokenizer_hash(load_tokenizer(name))
+    return {"tokenizer": tokenizer, "policy": policy_hash(name), "precision": precision, **more}
 
 
 def decisive(module) -> dict:
@@ -131,8 +131,7 @@ def decisive(module) -> dict:
 
 def check_unchanged(module, before: dict):
     """Raise an InputError if a resumed run would go on with other data or settings."""
-    now = decisive(module)
-    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    changed = [name for name, value in decisive(module).items() if before.get(name, value) != value]
     if changed:
         path = module.trainer.ckpt_path
         raise InputError(

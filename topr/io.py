@@ -58,8 +58,9 @@ def check_folder(name: str, path: StrPath):
     existing = Path(path).absolute()
     while not existing.exists():
         existing = existing.parent
-    problem = f"{name} {path} cannot be written: {existing} takes no file"
-    with explained(problem, OSError, "name another place"):
+    with explained(
+        f"{name} {path} cannot be written: {existing} takes no file", OSError, "name another place"
+    ):
         tempfile.TemporaryFile(dir=existing).close()
 
 

@@ -161,8 +161,10 @@ class PolicyModule(LightningModule):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self):
-        what = "model.optimizer or model.lr_scheduler does not take its arguments"
-        with explained(what, (TypeError, ValueError)):
+        with explained(
+            "model.optimizer or model.lr_scheduler does not take its arguments",
+            (TypeError, ValueError),
+        ):
             optimizer = self.optimizer(self.trained_parameters())
             signature(optimizer.step).bind()  # a TypeError if it needs a closure
             if self.lr_scheduler is None:
@@ -182,7 +184,7 @@ class PolicyModule(LightningModule):
         total = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # unclipped
         self.check_update(columns, norm)
-        rate = optimizer.param_groups[0]["lr"]
+        rate = optimizer.param_groups[0]["lr"]  # of this update
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler is not None:

@@ -28,8 +28,9 @@ class Adafactor(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = scaled(parameter.grad.float(), self.state[parameter])
-                    parameter.sub_(update * group["lr"])
+                    parameter.sub_(
+                        scaled(parameter.grad.float(), self.state[parameter]) * group["lr"]
+                    )
         return loss
 
 

@@ -69,8 +69,7 @@ def verifier(
         steps: supervised updates
     """
     judge = load_policy(policy)
-    given = yaml.safe_load(setting.get_content())
-    imitate(judge, critiques(given, default_rng([seed, 0])), steps)
+    imitate(judge, critiques(yaml.safe_load(setting.get_content()), default_rng([seed, 0])), steps)
     export_policy(judge, out / "base")
 
 

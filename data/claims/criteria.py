@@ -15,8 +15,9 @@ from scipy import stats
 
 def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
-    text = Path(__file__).with_name("claims.yaml").read_text()
-    template = Template(text, undefined=StrictUndefined)
+    template = Template(
+        Path(__file__).with_name("claims.yaml").read_text(), undefined=StrictUndefined
+    )
     return yaml.safe_load(template.render(setting, chosen=rates))[number]
 
 

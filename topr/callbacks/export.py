@@ -74,8 +74,9 @@ class ExportPolicy(Callback):
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
         write_text(path / "README.md", self.model_card(folder, pl_module))
-        summary = self.summarise(trainer, pl_module)
-        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(
+            folder / "summary.json", json.dumps(self.summarise(trainer, pl_module), indent=2) + "\n"
+        )
         print(f"policy/ and summary.json are in {folder}")
 
     def log_figures(self, trainer):

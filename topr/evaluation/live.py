@@ -30,7 +30,7 @@ def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Traj
     if sampler is None or not sampler.in_process:  # a server does not hold the weights in training
         sampler = LocalSampler()
     with sampling_context(module):
-        trajectories = batch.job.sample(batch.numbers, sampler, module.policy)
+        trajectories = next(batch.job.sample_parts([batch.numbers], sampler, module.policy))
     if any(gather(stop_requested.is_set())):
         raise Preempted
     return trajectories

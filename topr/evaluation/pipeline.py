@@ -103,18 +103,14 @@ class SamplingJob:
         missing += [(None, [])] * (-len(missing) % world_size())
         return missing[rank() :: world_size()]
 
-    def sample(self, numbers: list[int], sampler: Sampler, policy: Policy) -> list[Trajectory]:
-        """Graded responses to the problems of these numbers. `ref_logprobs` is empty, or that of
-        the server that sampled them.
-
-        The responses do not depend on which problems are sampled together.
-        """
-        return next(self.sample_parts([numbers], sampler, policy))
-
     def sample_parts(
         self, parts: list[list[int]], sampler: Sampler, policy: Policy
     ) -> Iterator[list[Trajectory]]:
-        """`sample` of each part; a server works on the next one meanwhile."""
+        """Graded responses to the problems of these numbers, part by part; a server works on the
+        next part meanwhile. `ref_logprobs` is empty, or that of the server that sampled them.
+
+        The responses do not depend on which problems are sampled together.
+        """
         begun: deque[Callable] = deque()
         for place, numbers in enumerate(parts):
             for ahead in parts[place + len(begun) : place + 2]:
@@ -164,8 +160,11 @@ class SamplingJob:
 
 def ungraded(metadata: dict) -> dict:
     """The metadata that decide responses, without those that decide grades only."""
-    sampling = (metadata["sampling"] or {}) | {"grader": None}
-    return metadata | {"sampling": sampling, "task": None, "schema": None}
+    return metadata | {
+        "sampling": (metadata["sampling"] or {}) | {"grader": None},
+        "task": None,
+        "schema": None,
+    }
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

@@ -57,11 +57,14 @@ def read_shards(policy: Policy, device: str):
     policy.model._apply(materialise)
     weights = dict(policy.model.named_parameters())
     target = {name.replace(".base_layer.", "."): weights[name].detach() for name in stored}
-    what = f"policy {policy.name!r} cannot be loaded by shards"
-    remedy = "export it again with save_pretrained"
-    with explained(what, (Exception, CheckpointException), remedy):
-        reader = dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name)))
-        dcp.load(target, storage_reader=reader)
+    with explained(
+        f"policy {policy.name!r} cannot be loaded by shards",
+        (Exception, CheckpointException),
+        "export it again with save_pretrained",
+    ):
+        dcp.load(
+            target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name)))
+        )
 
 
 def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False):
@@ -113,7 +116,8 @@ def full_weights(policy: Policy) -> Iterator[None]:
 def full_state_dict(policy: Policy) -> dict[str, Tensor]:
     """All weights of the model on the CPU, tied ones once; of a sharded one on rank 0 alone. All
     ranks must call."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: Any = get_model_state_dict(policy.model, options=options)
+    weights: Any = get_model_state_dict(
+        policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     tied = policy.model.all_tied_weights_keys
     return {name: value for name, value in weights.items() if name not in tied}

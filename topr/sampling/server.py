@@ -42,8 +42,9 @@ class ServerSampler(Sampler):
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             for word in np.random.SeedSequence((seed, index)).generate_state(n):
                 requests.append((prompt, int(word) >> 1))  # servers take seeds of 31 bits
-        calls = self.respond_to_all(policy, sampling, requests)
-        begun = asyncio.run_coroutine_threadsafe(calls, self.loop)
+        begun = asyncio.run_coroutine_threadsafe(
+            self.respond_to_all(policy, sampling, requests), self.loop
+        )
 
         def finish():
             try:

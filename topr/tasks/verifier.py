@@ -54,8 +54,7 @@ class Verifier(Task):
         # A candidate must not end the question, or start a new chat message.
         ends = [*self.sampling.stop, *tokenizer.all_special_tokens]
         solution = before(after_thinking(problem.solution or ""), ends)
-        question = self.question(problem.prompt, tokenizer)
-        asked = f"{question}\n\nSolution: {solution.strip()}"
+        asked = f"{self.question(problem.prompt, tokenizer)}\n\nSolution: {solution.strip()}"
         return super().prompt(replace(problem, prompt=asked), tokenizer)
 
     def question(self, prompt: str, tokenizer) -> str:

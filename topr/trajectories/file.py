@@ -65,8 +65,9 @@ def write_trajectories(path: StrPath, trajectories: Iterable[Trajectory], metada
 
 def write_table(path: StrPath, table: pa.Table, metadata: dict):
     """`write_trajectories` for a table of `SCHEMA`."""
-    about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
-    described = table.replace_schema_metadata({"topr": about})
+    described = table.replace_schema_metadata(
+        {"topr": json.dumps(metadata | {"schema": SCHEMA_VERSION})}
+    )
     with atomic(path) as temporary:
         pq.write_table(described, temporary, compression="zstd", write_page_checksum=True)
 
@@ -110,10 +111,10 @@ def read_table(path: StrPath, vocabulary: int = 2**31, max_tokens: int = 2**31) 
 
 def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
     """What may be wrong with a row, and the rows with which it is."""
-    prompt = pc.list_value_length(table["prompt_ids"]).to_numpy()
-    response = pc.list_value_length(table["response_ids"]).to_numpy()
-    scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
-    marked = pc.list_value_length(table["sampled"]).to_numpy()
+    prompt, response, scored, marked = (
+        pc.list_value_length(table[name]).to_numpy()
+        for name in ("prompt_ids", "response_ids", "ref_logprobs", "sampled")
+    )
     conversation = marked >= 0  # NaN if all tokens were sampled
     uneven = (scored > 0) & (response != scored) | conversation & (response != marked)
     unsampled = conversation & ~_outside(table["sampled"], 0, 0)

@@ -97,9 +97,11 @@ def import_files(
         metadata["policy"] = None  # another forward computed log mu, so no ratio need start at 1
         rescored = kept
     write_trajectories(out, rescored, metadata)
-    positive = sum(t.reward > 0 for t in kept)
     print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
-    print(f"reward: threshold {threshold}, scale {scale}: {positive} of {len(kept)} above 0")
+    print(
+        f"reward: threshold {threshold}, scale {scale}: "
+        f"{sum(t.reward > 0 for t in kept)} of {len(kept)} above 0"
+    )
 
 
 def as_number(reward, threshold: float | None, scale: tuple[float, float] | None) -> float:

@@ -32,11 +32,9 @@ class TrainingSet:
         from pandas import MultiIndex  # here: `--help` needs no pandas
 
         table = self.rows.data.table
-        prompts = table["prompt_ids"]
-        prompt_length = pc.list_value_length(prompts)
-        response_length = pc.list_value_length(table["response_ids"])
-        sizes = np.stack((prompt_index(prompts), prompt_length, response_length))
-        self.sizes = sizes.astype(np.int32)  # see `batching.arrange`
+        lengths = [pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids")]
+        # see `batching.arrange`
+        self.sizes = np.stack((prompt_index(table["prompt_ids"]), *lengths)).astype(np.int32)
         self.reward = table["reward"].to_numpy()
         rows_of_files = [pq.read_metadata(path).num_rows for path in self.files]
         self.file = np.repeat(np.arange(len(self.files)), rows_of_files)  # number of each row's
@@ -45,7 +43,7 @@ class TrainingSet:
         origin = np.array([origins.index(one) for one in origins])[self.file]
         # combined first: otherwise each chunk would get a dictionary of its own
         name = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        self.group = MultiIndex.from_arrays([origin, sizes[0], name]).factorize()[0]
+        self.group = MultiIndex.from_arrays([origin, self.sizes[0], name]).factorize()[0]
         self.in_float32 = all(entry["precision"] == "32-true" for entry in self.metadata)
 
     def place(self, trajectory: int) -> str:
