@@ -117,9 +117,11 @@ class Evaluation:
             else:  # paired by problem
                 rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
         if rank() == 0:
-            # `fit` refuses responses of several tokenizers
-            common = {"tokenizer": "several"} | agreed(metadata)
-            write_trajectories(self.out / "responses.parquet", trajectories, common)
+            write_trajectories(
+                self.out / "responses.parquet",
+                trajectories,
+                {"tokenizer": "several"} | agreed(metadata),  # `fit` refuses several
+            )
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
 
@@ -238,8 +240,10 @@ class Evaluation:
             self.seed,
             PRECISION,
         )
-        critiques = self.responses(f"{name}-verifier", job)
-        approved = [critique.answer == judge.verdicts[0] for critique in critiques]
+        approved = [
+            critique.answer == judge.verdicts[0]
+            for critique in self.responses(f"{name}-verifier", job)
+        ]
         return np.reshape(approved, (-1, self.critiques)).mean(axis=1).tolist()
 
 

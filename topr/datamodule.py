@@ -329,7 +329,7 @@ class TrajectoryDataModule(LightningDataModule):
         if source is None:
             return None
         samples = self.val_samples if split == "val" else self.samples
-        precision = str(self.trainer.precision) if self.trainer else "32-true"
+        precision = self.trainer.precision if self.trainer else "32-true"
         try:
             problems = self.task.problems(source)
         except InputError as error:

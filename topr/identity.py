@@ -121,10 +121,12 @@ def decisive(module) -> dict:
     """What decides the updates and the figures of a module's run, by content."""
     names = ("lora", "optimizer", "lr_scheduler", "gradient_clip_val")
     found = {f"model.{name}": plain(getattr(module, name)) for name in names}
-    found["model.loss"] = source_hash(module.loss)
-    found["model.weights"] = module.weights and file_hash(module.weights)
-    found["model.policy"] = policy_hash(module.policy_name)
-    found["trainer.precision"] = str(module.trainer.precision)
+    found |= {
+        "model.loss": source_hash(module.loss),
+        "model.weights": module.weights and file_hash(module.weights),
+        "model.policy": policy_hash(module.policy_name),
+        "trainer.precision": module.trainer.precision,
+    }
     data = module.trainer.datamodule
     return found | plain(data.decisive()) if data else found
 

@@ -106,8 +106,9 @@ def lock(folder: StrPath) -> IO:
 
     Raises an InputError if another process, perhaps on another node, is writing there.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder) / ".lock", "a")  # noqa: SIM115
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")  # noqa: SIM115
     LOCKS.append(file)
     try:
         # lockf and not flock, whose locks the workers of a loader would inherit
@@ -118,7 +119,7 @@ def lock(folder: StrPath) -> IO:
         ) from error
     except OSError:  # this file system has no locks
         pass
-    for left in Path(folder).rglob(".*.tmp"):
+    for left in folder.rglob(".*.tmp"):
         remove(left)
     return file
 

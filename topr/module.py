@@ -263,10 +263,15 @@ class PolicyModule(LightningModule):
         """Sample and grade responses, and log the metrics over the problems of all ranks at the
         number of updates made. Lightning's own logging would take that of the last update, and
         leave out the policy before training (sanity checking)."""
-        from topr.evaluation.live import figures, sample_and_grade, summarise
+        from topr.evaluation.live import sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(batch, trajectories))
+        found = {}
+        for name, value in summarise(batch, trajectories).items():
+            low, high = value["interval"]
+            found[f"{split}/{name}"] = value["mean"]
+            found[f"{split}_interval/{name}_low"] = low
+            found[f"{split}_interval/{name}_high"] = high
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
             # equal on all ranks; logger=True makes Lightning print the table
@@ -340,8 +345,7 @@ class PolicyModule(LightningModule):
 
 def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
-    precision = str(trainer.precision)
-    deterministic = torch.get_deterministic_debug_mode() == 2  # otherwise it only warns
+    precision = trainer.precision
     problems = {
         "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size": (
             trainer.accumulate_grad_batches != 1
@@ -356,7 +360,7 @@ def check_trainer(trainer):
             trainer.accelerator, MPSAccelerator
         ),
         "deterministic is true, which a GPU's sampling cannot be; set it to warn": (
-            deterministic and torch.cuda.is_available()
+            torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2  # an error
         ),
         f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed": (
             precision not in ("32-true", "bf16-mixed")

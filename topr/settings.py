@@ -4,7 +4,6 @@ import inspect
 import json
 from dataclasses import is_dataclass
 from functools import partial
-from types import FrameType
 
 # by which Lightning makes a module from hyper-parameters that are class paths and arguments
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
@@ -18,8 +17,10 @@ class Configurable:
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         # partial, because copying an object calls this without arguments
-        bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
-        self.init_args = {name: value for name, value in bound.arguments.items() if name != "self"}
+        self.init_args = (
+            inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs).arguments
+        )
+        del self.init_args["self"]
         return self
 
 
@@ -45,7 +46,7 @@ def describe(value):
 def save_hyperparameters(module, *ignored: str):
     """Save the arguments of a module's constructor, which calls this, as plain values: in its
     checkpoints, and for loggers."""
-    caller: FrameType = inspect.currentframe().f_back  # type: ignore[union-attr, assignment]
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     module.save_hyperparameters(ignore=ignored, frame=caller)
     module.hparams.pop("_instantiator", None)  # by LightningCLI; loggers would show it
     module.save_hyperparameters(plain(dict(module.hparams)))

@@ -74,15 +74,14 @@ def check_finite(columns: Columns, norm: float, update: int, data):
     }
     for name, values in checked.items():
         bad = columns["trajectory"][~np.isfinite(values)]
-        if len(bad) == 0:
-            continue
-        where = "" if data is None else f", first {data.place(bad[0])}"
-        with same_error_on_all_ranks():
-            raise InputError(
-                f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
-                f"{len(values)} trajectories{where}; nothing was updated",
-                "lower the learning rate, or set trainer.precision 32-true, then resume",
-            )
+        if len(bad):
+            where = "" if data is None else f", first {data.place(bad[0])}"
+            with same_error_on_all_ranks():
+                raise InputError(
+                    f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
+                    f"{len(values)} trajectories{where}; nothing was updated",
+                    "lower the learning rate, or set trainer.precision 32-true, then resume",
+                )
 
 
 def check_start(columns: Columns, precision: str, data, policy_hash: str):

@@ -102,7 +102,7 @@ def critiques(setting: Setting, rng: Generator) -> Examples:
 def critique(correct: str, solution: str, is_correct: bool, rng: Generator) -> str:
     """An imperfect critique of a solution, by comparison with a correct one."""
 
-    def judge(is_right: bool) -> str:
+    def judge(is_right):
         return str(int(is_right ^ (rng.random() < WRONG)))
 
     expected = correct.split(";")

@@ -95,8 +95,9 @@ class Experiment:
             positives = 0.0  # share of the data
             if policy.exists():
                 pooled = self.sample(policy, "train", pool, limit)
-                chosen = (way, "--budget=8", f"--iteration={i}", f"{pooled}/*.parquet")
-                data = self.run("curate", *chosen)
+                data = self.run(
+                    "curate", way, "--budget=8", f"--iteration={i}", f"{pooled}/*.parquet"
+                )
                 run = self.run("fit", policy=policy, data=data, rate=rate) / "fit/version_0"
                 policy = run / "policy"
                 positives = pd.read_csv(run / "metrics.csv")["train/positive_share"].mean()

@@ -57,9 +57,11 @@ def reproduce(
     commands = Commands(out / "cache", base, f"{base}/*")
     study = Study(commands, workers, setting, list(range(1, 1 + (seeds or setting["seeds"]))))
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
-    made = f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}"
-    claims_so_far: list[dict] = []
-    report = {"made": made, "setting": setting, "claims": claims_so_far}
+    report: dict = {
+        "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",
+        "setting": setting,
+        "claims": [],
+    }
     template = Template((ROOT / "data/claims/claims.md.jinja").read_text())
     folder = out / regime
     for number in numbers:

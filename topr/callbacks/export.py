@@ -60,7 +60,12 @@ class ExportPolicy(Callback):
         self.measure("after", trainer, pl_module)
         if self.measured:
             rank_zero_info("\n" + table(self.measured))
-            self.log_figures(trainer)
+            after = {f"test/{key}": value["mean"] for key, value in self.measured["after"].items()}
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):  # beside the hyperparameters
+                    logger.log_hyperparams(logger.hparams, after, trainer.global_step)
+                else:
+                    logger.log_metrics(after, trainer.global_step)
         weights = full_state_dict(pl_module.policy)  # of all ranks
         folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:
@@ -78,15 +83,6 @@ class ExportPolicy(Callback):
             folder / "summary.json", json.dumps(self.summarise(trainer, pl_module), indent=2) + "\n"
         )
         print(f"policy/ and summary.json are in {folder}")
-
-    def log_figures(self, trainer):
-        """Log the means after training; in TensorBoard beside the hyperparameters."""
-        figures = {f"test/{name}": value["mean"] for name, value in self.measured["after"].items()}
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
-            else:
-                logger.log_metrics(figures, trainer.global_step)
 
     def model_card(self, folder: Path, module: PolicyModule) -> str:
         """README.md of policy/: its loss, its figures, and hashes of all that decided them."""

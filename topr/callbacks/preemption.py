@@ -24,7 +24,7 @@ class Preemption(Callback):
     def listen(self, trainer, pl_module):
         """Handle SIGTERM from now on; Lightning has set its own handler by then."""
 
-        def receive(number: int, frame):
+        def receive(number, frame):
             stop_requested.set()
             launcher = trainer.strategy.launcher
             if launcher is not None:

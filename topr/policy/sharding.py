@@ -40,7 +40,7 @@ def load_sharded(
     shard(policy, mesh, bfloat16)
     read_shards(policy, mesh.device_type)
     check_weights(policy)
-    with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
+    with torch.autocast(mesh.device_type, torch.bfloat16, bfloat16):
         # the model's own logits are rounded to bfloat16
         choose_forward(policy, 0.3 if bfloat16 else 1e-3)
     policy.reshard()  # the root, which otherwise waits for a backward
@@ -50,7 +50,7 @@ def load_sharded(
 def read_shards(policy: Policy, device: str):
     """Read this rank's rows of the weights that are on the meta device: all but fresh adapters."""
 
-    def materialise(tensor: Tensor) -> Tensor:
+    def materialise(tensor):
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     stored = [name for name, weight in policy.model.named_parameters() if weight.is_meta]
@@ -67,7 +67,7 @@ def read_shards(policy: Policy, device: str):
         )
 
 
-def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False):
+def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool):
     """Shard a policy over the devices of a mesh of one dimension, decoder layer by decoder layer,
     in place.
 

@@ -48,7 +48,7 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     implementation = model.config._attn_implementation
     windows = []
 
-    def recorded(*args, **kwargs) -> tuple[Tensor, None]:
+    def recorded(*args, **kwargs):
         windows.append(kwargs.get("sliding_window"))
         return attend(*args, **kwargs)
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
 from topr.io import InputError, check_absent
-from topr.trajectories.file import SCHEMA, read_metadata, read_table, write_table
+from topr.trajectories.file import read_metadata, read_table, write_table
 
 Way = Literal["uniform", "anna_karenina", "share"]
 
@@ -107,8 +107,11 @@ def read_files(files: list[str]) -> tuple[pa.Table, dict]:
 
 def rename_groups(table: pa.Table, prefix: str) -> pa.Table:
     """A table whose groups' names begin with a prefix."""
-    names = pc.binary_join_element_wise(prefix, table["group"], "/")
-    return table.set_column(SCHEMA.get_field_index("group"), "group", names)
+    return table.set_column(
+        table.column_names.index("group"),
+        "group",
+        pc.binary_join_element_wise(prefix, table["group"], "/"),
+    )
 
 
 def agreed(entries: list[dict]) -> dict:
