@@ -109,16 +109,19 @@ class Evaluation:
             rows[name] = {"problems": len(job.problems), "samples": job.samples}
             rows[name] |= summarise(values, self.seed)
             if self.seeds > 1:
-                means = [metrics.mean() for metrics in by_seed]
-                rows[f"{name}, over seeds"] = summarise(pd.DataFrame(means), self.seed)
+                rows[f"{name}, over seeds"] = summarise(
+                    pd.DataFrame([metrics.mean() for metrics in by_seed]), self.seed
+                )
             if name not in first:
                 first[name] = values
             else:  # paired by problem
                 rows[f"{name}, difference to first"] = summarise(values - first[name], self.seed)
         if rank() == 0:
-            # `fit` refuses responses of several tokenizers
-            common = {"tokenizer": "several"} | agreed(metadata)
-            write_trajectories(self.out / "responses.parquet", trajectories, common)
+            write_trajectories(
+                self.out / "responses.parquet",
+                trajectories,
+                {"tokenizer": "several"} | agreed(metadata),  # `fit` refuses several
+            )
             print(write_report(self.out, results))
             print(f"results and responses are under {self.out}")
 
@@ -215,10 +218,11 @@ class Evaluation:
         """The metrics of each problem."""
         weights = self.weights(name, job.task, responses) if self.verifier else []
         values = per_problem(responses, self.k, weights)
-        lenient = []  # grades by the task's lenient rule, if it has one
-        for row in responses:
-            said = before(row.response, job.sampling.stop)
-            lenient.append(job.task.grade_leniently(said, row.gold))
+        # grades by the task's lenient rule, if it has one
+        lenient = [
+            job.task.grade_leniently(before(row.response, job.sampling.stop), row.gold)
+            for row in responses
+        ]
         correct = [grade.reward > 0 for grade in lenient if grade]
         if correct:
             values["lenient"] = np.reshape(correct, (-1, job.samples)).mean(axis=1)
@@ -236,8 +240,10 @@ class Evaluation:
             self.seed,
             PRECISION,
         )
-        critiques = self.responses(f"{name}-verifier", job)
-        approved = [critique.answer == judge.verdicts[0] for critique in critiques]
+        approved = [
+            critique.answer == judge.verdicts[0]
+            for critique in self.responses(f"{name}-verifier", job)
+        ]
         return np.reshape(approved, (-1, self.critiques)).mean(axis=1).tolist()
 
 

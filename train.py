@@ -188,8 +188,9 @@ def quieten():
     ]
     warnings.filterwarnings("ignore", message=f".*({'|'.join(ignored)}).*")
     dropped = re.compile("litlogger|TPU|stopped: `max_")  # advertising, absent hardware
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addFilter(lambda record: not dropped.search(record.getMessage()))
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: not dropped.search(record.getMessage())
+    )
 
 
 def main():

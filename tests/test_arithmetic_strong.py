@@ -94,7 +94,7 @@ def test_the_shipped_base_is_strong_and_of_high_entropy():
     policy = load_policy(base)
     problems = task.problems(DATA / "train.jsonl")[:128]
     job = SamplingJob(base, task, problems, 4, task.sampling, 0)
-    rows = job.sample(list(range(128)), LocalSampler(), policy)
+    rows = next(job.sample_parts([list(range(128))], LocalSampler(), policy))
     add_log_probs(policy, rows)
     assert 0.66 < np.mean([row.reward > 0 for row in rows]) < 0.8
     assert 26 < np.mean([-np.sum(row.ref_logprobs) for row in rows]) < 29.5

@@ -10,7 +10,7 @@ from conftest import ROOT, make_trajectories, rejected, write
 from topr.io import InputError
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
-from topr.trajectories.curate import anna_karenina, curate, uniform, with_share
+from topr.trajectories.curate import curate, of_each_group, with_share
 
 
 def cases(count=60):
@@ -32,19 +32,20 @@ def test_anna_karenina_against_brute_force():
             correct = [row for row in members if rows["reward"][row] > 0][:1]
             incorrect = [row for row in members if rows["reward"][row] <= 0]
             expected += correct + incorrect[: budget - len(correct)]
-        assert anna_karenina(rows, budget).tolist() == sorted(expected)
+        assert of_each_group(rows, "anna_karenina", budget, None).tolist() == sorted(expected)
 
 
 def test_uniform_fills_the_budget_of_each_group_with_rows_that_each_stand_the_same_chance():
     for seed, rows in cases():
-        kept = uniform(rows, 3, np.random.default_rng(seed)).tolist()
+        kept = of_each_group(rows, "uniform", 3, np.random.default_rng(seed)).tolist()
         assert kept == sorted(set(kept))
         sizes = rows["group"].value_counts().clip(upper=3)
         assert Counter(rows["group"][kept]) == sizes.to_dict()
     rows = pd.DataFrame({"group": [0] * 6 + [1] * 2 + [0] * 2})
     drawn = Counter()
     for seed in range(1000):
-        drawn.update(uniform(rows, 2, np.random.default_rng(seed)).tolist())
+        kept = of_each_group(rows, "uniform", 2, np.random.default_rng(seed))
+        drawn.update(kept.tolist())
     assert len(drawn) == 10 and drawn[6] == drawn[7] == 1000
     # each of the eight is drawn 250 times of 1,000, give or take 14
     assert all(abs(count - 250) < 5 * 14 for row, count in drawn.items() if row not in (6, 7))
@@ -53,7 +54,7 @@ def test_uniform_fills_the_budget_of_each_group_with_rows_that_each_stand_the_sa
 def share(positives, negatives, wanted, total=None) -> tuple[int, int]:
     """Positives and negatives that are kept of so many."""
     reward = np.array([1.0] * positives + [-1.0] * negatives)
-    kept = with_share(pd.DataFrame({"reward": reward}), wanted, total, np.random.default_rng(0))
+    kept = with_share(reward, wanted, total, np.random.default_rng(0))
     assert kept.tolist() == sorted(set(kept.tolist()))
     return int((reward[kept] > 0).sum()), int((reward[kept] < 0).sum())
 
@@ -77,10 +78,10 @@ def test_selections_of_the_shipped_data_stay_the_same():
     rows = pd.read_parquet(data, columns=["reward", "group"])
     rng = np.random.default_rng
     for kept, count, first, checksum in (
-        (uniform(rows, 3, rng(7)), 1500, [9, 12, 15, 16, 17], 6002631687),
-        (anna_karenina(rows, 8), 3973, [0, 1, 2, 3, 4], 42082087866),
-        (with_share(rows, 0.1, None, rng(0)), 6346, [0, 1, 3, 4, 6], 108053082719),
-        (with_share(rows, 0.37, 1000, rng(11)), 1000, [3, 15, 30, 35, 37], 2648144939),
+        (of_each_group(rows, "uniform", 3, rng(7)), 1500, [9, 12, 15, 16, 17], 6002631687),
+        (of_each_group(rows, "anna_karenina", 8, None), 3973, [0, 1, 2, 3, 4], 42082087866),
+        (with_share(rows["reward"], 0.1, None, rng(0)), 6346, [0, 1, 3, 4, 6], 108053082719),
+        (with_share(rows["reward"], 0.37, 1000, rng(11)), 1000, [3, 15, 30, 35, 37], 2648144939),
     ):
         assert (len(kept), kept[:5].tolist()) == (count, first)
         assert (kept * np.arange(1, len(kept) + 1)).sum() == checksum
@@ -101,7 +102,7 @@ def test_kept_rows_do_not_change_and_the_metadata_says_how_they_were_chosen(tmp_
     table = pd.DataFrame([vars(row) for row in rows])
     out = tmp_path / "kept.parquet"
     curate("anna_karenina", files, out, budget=2, iteration=3)
-    kept = anna_karenina(table, 2)
+    kept = of_each_group(table, "anna_karenina", 2, None)
     for row in rows:
         row.group = f"3/{row.group}"
     assert read_trajectories(out) == [rows[row] for row in kept]  # ids and log mu to the bit

@@ -61,7 +61,7 @@ class Train:
                 if killed and path.name != "part-00000.parquet":
                     raise KeyError("killed here")
                 loaded = load_policy(policy)
-                rows = job.sample(part, LocalSampler(), loaded)
+                rows = next(job.sample_parts([part], LocalSampler(), loaded))
                 add_log_probs(loaded, rows)
                 write_trajectories(path, rows, job.metadata)
         else:

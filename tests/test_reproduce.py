@@ -13,6 +13,7 @@ import pandas as pd
 import psutil
 import pytest
 from conftest import ROOT, rejected
+from jsonargparse import auto_cli
 
 from data.claims import commands, reproduce
 from data.claims.commands import Commands, inputs_hash
@@ -20,6 +21,7 @@ from data.claims.criteria import check, holds, load_claim, over_seeds, verdict
 from data.claims.experiments import Experiment, without_gradient
 from data.claims.reproduce import SETTINGS
 from data.claims.study import Study, add_peaks, best
+from topr.commands import ArgumentParser, command
 from topr.evaluation.report import cell as report_cell
 from topr.io import InputError
 
@@ -214,9 +216,12 @@ def test_a_small_quick_study_survives_a_kill(tmp_path):
     sizes |= {"trajectories": 1, "methods": SETTINGS["strong"]["methods"]}
     sizes |= {"val_check_interval": 1.0}
     script = "from data.claims import reproduce as r\n"
-    script += f"if __name__ == '__main__': r.SETTINGS['quick'] |= {sizes!r}; r.main()"
+    script += "if __name__ == '__main__':\n"
+    script += (
+        f"    r.SETTINGS['quick'] |= {sizes!r}\n    r.auto_cli(r.reproduce, as_positional=False)\n"
+    )
     (tmp_path / "small.py").write_text(script)
-    start = [sys.executable, str(tmp_path / "small.py"), "--claims", "4", "--quick"]
+    start = [sys.executable, str(tmp_path / "small.py"), "--claims", "4", "--regime", "quick"]
     start += ["--workers", "2", "--out", str(tmp_path)]
     given = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     killed = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **given)
@@ -240,9 +245,14 @@ def test_a_small_quick_study_survives_a_kill(tmp_path):
     assert (tmp_path / "quick/claims.json").exists()
 
 
+def main():
+    with command():
+        auto_cli(reproduce.reproduce, as_positional=False, parser_class=ArgumentParser)
+
+
 def test_the_command_writes_its_report_and_figures(run, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "Study", lambda *_: MadeUp(fitted))
-    code, _, err = run(reproduce.main, "--claims", "1,9", "--seeds", "3", "--out", tmp_path)
+    code, _, err = run(main, "--claims", "1,9", "--seeds", "3", "--out", tmp_path)
     assert code == 0, err
     found = json.loads((tmp_path / "standard/claims.json").read_text())
     assert [claim["claim"] for claim in found["claims"]] == [1, 9]
@@ -262,7 +272,7 @@ def test_the_command_writes_its_report_and_figures(run, tmp_path, monkeypatch):
     ],
 )
 def test_bad_arguments_get_a_sentence(run, arguments, words):
-    rejected(run, words, *arguments, main=reproduce.main)
+    rejected(run, words, *arguments, main=main)
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -231,9 +231,8 @@ def test_a_server_samples_the_next_part_while_one_is_scored(serve, policy, loade
             break
         time.sleep(0.02)
     assert len(server.bodies) == 8  # of two parts
-    assert [*first, *next(parts), *next(parts)] == job.sample(
-        [*range(6)], ServerSampler(server.url), loaded
-    )
+    (whole,) = job.sample_parts([[*range(6)]], ServerSampler(server.url), loaded)
+    assert [*first, *next(parts), *next(parts)] == whole
 
 
 def faithful(policy, temperature: float = 1.0):

@@ -67,8 +67,7 @@ class GroupMean(Advantage):
         self.shift = shift
 
     def __call__(self, reward, group, rng):
-        advantage = centred(reward, group) - self.shift
-        return np.where(np.bincount(group)[group] > 1, advantage, 0.0)
+        return np.where(np.bincount(group)[group] > 1, centred(reward, group) - self.shift, 0.0)
 
 
 class LeaveOneOut(Advantage):
@@ -87,8 +86,7 @@ class GroupNormalised(Advantage):
 
     def __call__(self, reward, group, rng):
         advantage = centred(reward, group)
-        degrees = np.maximum(np.bincount(group) - 1, 1)
-        variance = np.bincount(group, advantage**2) / degrees
+        variance = np.bincount(group, advantage**2) / np.maximum(np.bincount(group) - 1, 1)
         return advantage / (np.sqrt(variance)[group] + 1e-4)
 
 

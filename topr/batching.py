@@ -148,7 +148,7 @@ def draw_pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator
 
 
 def arrange(
-    sizes: np.ndarray, unit: int = 1, padded: bool = False
+    sizes: np.ndarray, unit: int, padded: bool
 ) -> tuple[np.ndarray, Callable[[int, int], int]]:
     """Order units so that neighbours share prompts, or with padding have similar lengths.
 
@@ -186,7 +186,7 @@ def partition(
     order, tokens = arrange(sizes, unit, padded)
     units = len(order)
 
-    def row_starts(largest: int) -> list[int]:
+    def row_starts(largest):
         """The places at which a new row must begin so that each holds at most so many tokens."""
         starts = [0]
         for i in range(1, units):

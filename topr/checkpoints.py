@@ -79,8 +79,9 @@ def updates_before(checkpoint: Path) -> int | None:
 
 def newest(root: Path) -> tuple[Path | None, int]:
     """The newest complete checkpoint of the runs `root/version_*`, and the updates before it."""
-    found = root.glob("version_*/checkpoints/*.ckpt")
-    for path in sorted(found, key=os.path.getmtime, reverse=True):
+    for path in sorted(
+        root.glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True
+    ):
         count = updates_before(path)
         if count is not None:
             return path, count

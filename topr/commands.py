@@ -55,8 +55,10 @@ def command() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        remedy = "lower microbatch_tokens or the sampler's rows, shard or take a smaller policy"
-        message = f"out of memory ({first_line(error)}); {remedy}"
+        message = (
+            f"out of memory ({first_line(error)}); lower microbatch_tokens or the sampler's rows, "
+            "shard or take a smaller policy"
+        )
     else:
         return
     sentence = printable(" ".join(message.split()), limit=450)  # it may quote the input

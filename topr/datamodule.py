@@ -70,14 +70,14 @@ class Updates(Dataset):
 
     def __getitem__(self, number: int) -> Update:
         batch = self.plan.batches[number]
-        sizes = self.data.sizes[:, batch]
-        rows = partition(sizes, self.microbatch_tokens, self.ranks, self.unit, self.padded)
+        rows = partition(
+            self.data.sizes[:, batch], self.microbatch_tokens, self.ranks, self.unit, self.padded
+        )
         micro_batches = []
         for row in rows[self.rank :: self.ranks]:
-            if len(row):
-                micro_batches.append(self.micro_batch(batch[row], real=True))
-            else:  # a filler: the ranks of a sharded policy need each other in every forward
-                micro_batches.append(self.micro_batch(batch[rows[0][-self.unit :]], real=False))
+            # a filler if empty: the ranks of a sharded policy need each other in every forward
+            chosen = row if len(row) else rows[0][-self.unit :]
+            micro_batches.append(self.micro_batch(batch[chosen], real=len(row) > 0))
         return Update(micro_batches, len(batch))
 
     def micro_batch(self, chosen: np.ndarray, real: bool) -> MicroBatch:
@@ -85,10 +85,8 @@ class Updates(Dataset):
         table = self.data.rows[chosen.tolist()]
         sampled = table["sampled"].to_numpy() if "sampled" in table.column_names else ()
         tokens = pack(table["prompt_ids"].to_numpy(), table["response_ids"].to_numpy(), sampled)
-        scores = table["ref_logprobs"].to_numpy()
-        ref_log_probs = []
-        for log_probs, places in zip(scores, tokens.sampled, strict=True):
-            ref_log_probs.append(log_probs[places])
+        stored = zip(table["ref_logprobs"].to_numpy(), tokens.sampled, strict=True)
+        ref_log_probs = [log_probs[places] for log_probs, places in stored]
         return MicroBatch(
             tokens=tokens if real else tokens._replace(nominal=0),
             ref_log_probs_N=from_numpy(np.concatenate(ref_log_probs)),
@@ -225,7 +223,7 @@ class TrajectoryDataModule(LightningDataModule):
             raise InputError("data.whole_groups is true, but this loss draws pairs; set it false")
         self.policy = policy
         self.task = task
-        self.batching: Batching = "groups" if whole_groups else batching
+        self.batching = "groups" if whole_groups else batching
         self.train = train
         self.val = val
         self.test = test
@@ -273,16 +271,14 @@ class TrajectoryDataModule(LightningDataModule):
         batches, advantage = self.plan(0)
         reward = self.data.reward
         check_signs(advantage, loss)
-        groups = self.data.group.max() + 1
         rank_zero_info(
-            f"{len(reward)} trajectories in {groups} groups, {len(batches)} updates an epoch: "
-            f"mean reward {reward.mean():.4g}, "
+            f"{len(reward)} trajectories in {self.data.group.max() + 1} groups, "
+            f"{len(batches)} updates an epoch: mean reward {reward.mean():.4g}, "
             f"effective positive share {positive_share_of(advantage):.3g}"
         )
 
     def decisive(self) -> dict:
         """What decides the plan and the figures of a run, by content."""
-        jobs = [self.job(split) for split in ("val", "test")]
         return {
             "data.train": self.data.hashes,
             "data.advantage": source_hash(self.advantage),
@@ -290,7 +286,7 @@ class TrajectoryDataModule(LightningDataModule):
             "data.batching (data.whole_groups)": self.batching,
             "seed_everything": self.seed,
             "data.val, data.test, data.sampling or the task": content_hash(
-                [job and job.metadata for job in jobs]
+                [job and job.metadata for job in map(self.job, ("val", "test"))]
             ),
         }
 
@@ -307,11 +303,12 @@ class TrajectoryDataModule(LightningDataModule):
         rng = np.random.default_rng([self.seed, epoch, 1])  # 1: not the one of the batches
         advantage = np.asarray(self.advantage(data.reward, data.group, rng), dtype=np.float32)
         if advantage.shape != data.reward.shape or not np.isfinite(advantage).all():
-            name = type(self.advantage).__name__
-            raise InputError(f"data.advantage: {name} must return a finite number per trajectory")
-        positive = advantage >= 0
+            raise InputError(
+                f"data.advantage: {type(self.advantage).__name__} must return a finite number per "
+                "trajectory"
+            )
         batches = plan_batches(
-            data.group, positive, self.batch_size, self.batching, self.seed, epoch
+            data.group, advantage >= 0, self.batch_size, self.batching, self.seed, epoch
         )
         return EpochPlan(batches, advantage)
 
@@ -332,7 +329,7 @@ class TrajectoryDataModule(LightningDataModule):
         if source is None:
             return None
         samples = self.val_samples if split == "val" else self.samples
-        precision = str(self.trainer.precision) if self.trainer else "32-true"
+        precision = self.trainer.precision if self.trainer else "32-true"
         try:
             problems = self.task.problems(source)
         except InputError as error:
@@ -370,10 +367,10 @@ class TrajectoryDataModule(LightningDataModule):
         sampled = job.sample_parts(
             [numbers for _, numbers in parts], module.sampler or LocalSampler(), module.policy
         )
-        loader = ProblemBatches()
-        for path, numbers in parts:
-            loader.append(ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled))
-        return loader
+        return ProblemBatches(
+            ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled)
+            for path, numbers in parts
+        )
 
 
 def check_signs(advantage: np.ndarray, loss: Loss | None):
@@ -391,7 +388,9 @@ def check_signs(advantage: np.ndarray, loss: Loss | None):
             "sample more, or change data.advantage",
         )
     if (advantage >= 0).all():
-        hint = "for rewards 0 and 1 set data.advantage.c to 0.5"
-        rank_zero_warn(f"no advantage is negative, so only positives are learned; {hint}")
+        rank_zero_warn(
+            "no advantage is negative, so only positives are learned; "
+            "for rewards 0 and 1 set data.advantage.c to 0.5"
+        )
     elif (advantage < 0).all():
         rank_zero_warn("every advantage is negative: nothing is learned from positives")

@@ -32,8 +32,7 @@ UNRELATED = [
 
 def content_hash(*parts) -> str:
     """16 hex digits of any values that JSON or `describe` can write."""
-    text = json.dumps(parts, sort_keys=True, default=describe)
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=describe).encode())
 
 
 def file_hash(path: str | Path) -> str:
@@ -72,8 +71,9 @@ def tokenizer_hash(tokenizer) -> str:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         for key in ("padding", "truncation"):  # mere use sets them
             rules.pop(key, None)
-    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
-    text = json.dumps(parts, sort_keys=True, default=str)
+    text = json.dumps(
+        [rules, tokenizer.special_tokens_map, tokenizer.chat_template], sort_keys=True, default=str
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -90,8 +90,8 @@ def weights_hash(policy: str, weights: dict[str, Tensor]) -> str:
     tensors = {name: tensor_hash(weight) for name, weight in weights.items()}
     configs = []
     for config in (load_config(policy), load_generation_config(policy)):
-        entries = config.to_dict().items()
-        configs.append({key: value for key, value in entries if key not in UNRELATED})
+        entries = config.to_dict()
+        configs.append({key: entries[key] for key in entries if key not in UNRELATED})
     return content_hash(sorted(tensors.items()), configs, tokenizer_hash(load_tokenizer(policy)))
 
 
@@ -113,26 +113,27 @@ def tensor_hash(tensor: Tensor) -> str:
 def provenance(name: str, precision: str, **more) -> dict:
     """Metadata of a trajectory file whose log mu this stored policy scored; see
     `trajectories.file.METADATA_KEYS`."""
-    identity = {"tokenizer": tokenizer_hash(load_tokenizer(name)), "policy": policy_hash(name)}
-    return {**identity, "precision": precision, **more}
+    tokenizer = tokenizer_hash(load_tokenizer(name))
+    return {"tokenizer": tokenizer, "policy": policy_hash(name), "precision": precision, **more}
 
 
 def decisive(module) -> dict:
     """What decides the updates and the figures of a module's run, by content."""
     names = ("lora", "optimizer", "lr_scheduler", "gradient_clip_val")
     found = {f"model.{name}": plain(getattr(module, name)) for name in names}
-    found["model.loss"] = source_hash(module.loss)
-    found["model.weights"] = module.weights and file_hash(module.weights)
-    found["model.policy"] = policy_hash(module.policy_name)
-    found["trainer.precision"] = str(module.trainer.precision)
+    found |= {
+        "model.loss": source_hash(module.loss),
+        "model.weights": module.weights and file_hash(module.weights),
+        "model.policy": policy_hash(module.policy_name),
+        "trainer.precision": module.trainer.precision,
+    }
     data = module.trainer.datamodule
     return found | plain(data.decisive()) if data else found
 
 
 def check_unchanged(module, before: dict):
     """Raise an InputError if a resumed run would go on with other data or settings."""
-    now = decisive(module)
-    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    changed = [name for name, value in decisive(module).items() if before.get(name, value) != value]
     if changed:
         path = module.trainer.ckpt_path
         raise InputError(

@@ -58,8 +58,9 @@ def check_folder(name: str, path: StrPath):
     existing = Path(path).absolute()
     while not existing.exists():
         existing = existing.parent
-    problem = f"{name} {path} cannot be written: {existing} takes no file"
-    with explained(problem, OSError, "name another place"):
+    with explained(
+        f"{name} {path} cannot be written: {existing} takes no file", OSError, "name another place"
+    ):
         tempfile.TemporaryFile(dir=existing).close()
 
 
@@ -105,8 +106,9 @@ def lock(folder: StrPath) -> IO:
 
     Raises an InputError if another process, perhaps on another node, is writing there.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder) / ".lock", "a")  # noqa: SIM115
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")  # noqa: SIM115
     LOCKS.append(file)
     try:
         # lockf and not flock, whose locks the workers of a loader would inherit
@@ -117,7 +119,7 @@ def lock(folder: StrPath) -> IO:
         ) from error
     except OSError:  # this file system has no locks
         pass
-    for left in Path(folder).rglob(".*.tmp"):
+    for left in folder.rglob(".*.tmp"):
         remove(left)
     return file
 

@@ -37,8 +37,12 @@ def make_parser() -> Parser:
     add("--iterations", type=PositiveInt, default=4, help="times to sample and train")
     add("--out", type=Path, default=Path("runs/iterated"), help="folder to write")
     add("--seed", type=NonNegativeInt, default=0, help="of everything that is random")
-    ways = ["uniform", "anna_karenina"]
-    add("--curate", choices=ways, default="uniform", help="which responses to train on")
+    add(
+        "--curate",
+        choices=["uniform", "anna_karenina"],
+        default="uniform",
+        help="which responses to train on",
+    )
     add("--budget", type=PositiveInt, default=ALL, help="of them, for a problem; default: all")
     return parser
 

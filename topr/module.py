@@ -92,7 +92,6 @@ class PolicyModule(LightningModule):
         self.max_abs_log_ratio: float | None = None  # of the first batch; None: no update yet
         self.validated: tuple = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
-        self.limits: tuple = (None, -1)  # max_epochs and max_steps
         self.decisive: dict = {}  # of the fit that began
         if threads is not None:
             torch.set_num_threads(threads)
@@ -162,8 +161,10 @@ class PolicyModule(LightningModule):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self):
-        what = "model.optimizer or model.lr_scheduler does not take its arguments"
-        with explained(what, (TypeError, ValueError)):
+        with explained(
+            "model.optimizer or model.lr_scheduler does not take its arguments",
+            (TypeError, ValueError),
+        ):
             optimizer = self.optimizer(self.trained_parameters())
             signature(optimizer.step).bind()  # a TypeError if it needs a closure
             if self.lr_scheduler is None:
@@ -183,13 +184,16 @@ class PolicyModule(LightningModule):
         total = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), largest)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # unclipped
         self.check_update(columns, norm)
-        rate = optimizer.param_groups[0]["lr"]
+        rate = optimizer.param_groups[0]["lr"]  # of this update
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-        self.log_update(columns, {"gradient/norm": norm, "train/lr": rate})
+        figures = statistics(columns) | {"gradient/norm": norm, "train/lr": rate}
+        for name, value in figures.items():  # for callbacks; the same on all ranks
+            self.log(name, value, logger=False, prog_bar=name == "train/loss")
+        self.log_at_update(figures)
         return {"columns": columns}
 
     def add_gradient(self, part: MicroBatch, trajectories):
@@ -223,13 +227,6 @@ class PolicyModule(LightningModule):
             policy = self.policy_hash()
             self.max_abs_log_ratio = float(np.abs(columns["log_ratio"]).max())
             check_start(columns, str(self.trainer.precision), data, policy)
-
-    def log_update(self, columns: Columns, more: dict[str, float]):
-        """Log the figures of an update, which are the same on all ranks."""
-        figures = statistics(columns) | more
-        for name, value in figures.items():  # for callbacks
-            self.log(name, value, logger=False, prog_bar=name == "train/loss")
-        self.log_at_update(figures)
 
     def log_at_update(self, figures: dict[str, float]):
         """Write figures of the last update at its number, from 0. At once: Lightning would write
@@ -266,10 +263,15 @@ class PolicyModule(LightningModule):
         """Sample and grade responses, and log the metrics over the problems of all ranks at the
         number of updates made. Lightning's own logging would take that of the last update, and
         leave out the policy before training (sanity checking)."""
-        from topr.evaluation.live import figures, sample_and_grade, summarise
+        from topr.evaluation.live import sample_and_grade, summarise
 
         trajectories = sample_and_grade(self, batch)
-        found = figures(split, summarise(batch, trajectories))
+        found = {}
+        for name, value in summarise(batch, trajectories).items():
+            low, high = value["interval"]
+            found[f"{split}/{name}"] = value["mean"]
+            found[f"{split}_interval/{name}_low"] = low
+            found[f"{split}_interval/{name}_high"] = high
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
             # equal on all ranks; logger=True makes Lightning print the table
@@ -343,19 +345,27 @@ class PolicyModule(LightningModule):
 
 def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
-    precision = str(trainer.precision)
-    message = None
-    if trainer.accumulate_grad_batches != 1:
-        message = "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size"
-    elif trainer.gradient_clip_val is not None:
-        message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
-    elif type(trainer.strategy).__name__ == "FSDPStrategy":
-        message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
-    elif isinstance(trainer.accelerator, MPSAccelerator):
-        message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"
-    elif torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2:  # an error
-        message = "deterministic is true, which a GPU's sampling cannot be; set it to warn"
-    elif precision not in ("32-true", "bf16-mixed"):
-        message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
-    if message:
-        raise InputError(f"trainer.{message}")
+    precision = trainer.precision
+    problems = {
+        "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size": (
+            trainer.accumulate_grad_batches != 1
+        ),
+        "gradient_clip_val must stay unset: set model.gradient_clip_val": (
+            trainer.gradient_clip_val is not None
+        ),
+        "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml": (
+            type(trainer.strategy).__name__ == "FSDPStrategy"
+        ),
+        "accelerator chose mps, which is not supported; set --trainer.accelerator cpu": isinstance(
+            trainer.accelerator, MPSAccelerator
+        ),
+        "deterministic is true, which a GPU's sampling cannot be; set it to warn": (
+            torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2  # an error
+        ),
+        f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed": (
+            precision not in ("32-true", "bf16-mixed")
+        ),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise InputError(f"trainer.{problem}")

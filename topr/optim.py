@@ -28,8 +28,9 @@ class Adafactor(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = scaled(parameter.grad.float(), self.state[parameter])
-                    parameter.sub_(update * group["lr"])
+                    parameter.sub_(
+                        scaled(parameter.grad.float(), self.state[parameter]) * group["lr"]
+                    )
         return loss
 
 
@@ -38,7 +39,7 @@ def scaled(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
     state["step"] = state.get("step", torch.tensor(0.0)) + 1
     weight = state["step"].item() ** -0.8  # of the newest gradient; 1 at the first step
 
-    def average(name: str, value: Tensor) -> Tensor:
+    def average(name, value):
         state[name] = state.get(name, value).lerp(value, weight)
         return state[name]
 

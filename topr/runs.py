@@ -68,8 +68,7 @@ class Run:
             if isinstance(logger, CSVLogger) and file.exists():
                 rows = list(csv.DictReader(file.read_text().splitlines()))
                 file.unlink()  # the logger would add to it
-                kept = [row for row in rows if int(row["step"]) < updates]
-                logger.experiment.metrics = kept
+                logger.experiment.metrics = [row for row in rows if int(row["step"]) < updates]
                 logger.save()
 
 

@@ -4,7 +4,6 @@ import inspect
 import json
 from dataclasses import is_dataclass
 from functools import partial
-from types import FrameType
 
 # by which Lightning makes a module from hyper-parameters that are class paths and arguments
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
@@ -18,8 +17,10 @@ class Configurable:
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
         # partial, because copying an object calls this without arguments
-        bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
-        self.init_args = {name: value for name, value in bound.arguments.items() if name != "self"}
+        self.init_args = (
+            inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs).arguments
+        )
+        del self.init_args["self"]
         return self
 
 
@@ -31,26 +32,21 @@ def plain(value):
 def describe(value):
     """What stands for a value that JSON does not know: class path and arguments of an object, the
     fields of a dataclass, the class that a partial would make."""
+    kind, arguments = value, {}
     if isinstance(value, Configurable):
-        return class_config(type(value), value.init_args)
-    if isinstance(value, partial):
+        kind, arguments = type(value), value.init_args
+    elif isinstance(value, partial):
         # jsonargparse hands the class to a function of its own, as the last argument
-        made = value.args[-1] if value.args else value.func
-        return class_config(made, value.keywords)
-    if isinstance(value, type):
-        return class_config(value, {})
-    return vars(value) if is_dataclass(value) else str(value)
-
-
-def class_config(kind, arguments: dict) -> dict:
-    """A class path with its arguments."""
+        kind, arguments = [value.func, *value.args][-1], value.keywords
+    elif not isinstance(value, type):
+        return vars(value) if is_dataclass(value) else str(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 
 def save_hyperparameters(module, *ignored: str):
     """Save the arguments of a module's constructor, which calls this, as plain values: in its
     checkpoints, and for loggers."""
-    caller: FrameType = inspect.currentframe().f_back  # type: ignore[union-attr, assignment]
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     module.save_hyperparameters(ignore=ignored, frame=caller)
     module.hparams.pop("_instantiator", None)  # by LightningCLI; loggers would show it
     module.save_hyperparameters(plain(dict(module.hparams)))

@@ -50,13 +50,12 @@ def gather_columns(parts: list[dict[str, Tensor]]) -> Columns:
     stacked = [torch.stack([part[name].double() for name in names]) for part in parts]
     values = torch.cat(stacked, dim=1).cpu().numpy()  # one transfer from the device
     values = np.concatenate(gather(values), axis=1)
+    values = values[:, values[names.index("real")] > 0]
+    values = values[:, values[names.index("trajectory")].argsort(kind="stable")]
     columns = dict(zip(names, values, strict=True))
-    order = np.argsort(columns["trajectory"], kind="stable")
-    order = order[columns["real"][order] > 0]
-    found = {name: column[order] for name, column in columns.items()}
     for name in ("trajectory", "group"):
-        found[name] = found[name].astype(int)
-    return found
+        columns[name] = columns[name].astype(int)
+    return columns
 
 
 def check_finite(columns: Columns, norm: float, update: int, data):
@@ -75,15 +74,14 @@ def check_finite(columns: Columns, norm: float, update: int, data):
     }
     for name, values in checked.items():
         bad = columns["trajectory"][~np.isfinite(values)]
-        if len(bad) == 0:
-            continue
-        where = "" if data is None else f", first {data.place(bad[0])}"
-        with same_error_on_all_ranks():
-            raise InputError(
-                f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
-                f"{len(values)} trajectories{where}; nothing was updated",
-                "lower the learning rate, or set trainer.precision 32-true, then resume",
-            )
+        if len(bad):
+            where = "" if data is None else f", first {data.place(bad[0])}"
+            with same_error_on_all_ranks():
+                raise InputError(
+                    f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
+                    f"{len(values)} trajectories{where}; nothing was updated",
+                    "lower the learning rate, or set trainer.precision 32-true, then resume",
+                )
 
 
 def check_start(columns: Columns, precision: str, data, policy_hash: str):
@@ -97,7 +95,8 @@ def check_start(columns: Columns, precision: str, data, policy_hash: str):
     """
     if data is None:
         return
-    own = data.sampled_by(policy_hash, columns["trajectory"])
+    trajectory = columns["trajectory"]
+    own = data.sampled_by(policy_hash, trajectory)
     if not own.all():
         low, middle, high = np.quantile(columns["log_ratio"][~own], [0, 0.5, 1])
         rank_zero_info(
@@ -106,19 +105,15 @@ def check_start(columns: Columns, precision: str, data, policy_hash: str):
         )
     if not own.any():
         return
-    trajectory = columns["trajectory"][own]
     size = np.abs(columns["log_ratio"][own])
     found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
     if precision != "32-true" or not data.in_float32:
         size = size / columns["length"][own]
-        found, bound, measure = (
-            np.median(size),
-            MEDIAN_TOKEN_LOG_RATIO,
-            "the median |log pi - log mu| per token",
-        )
+        found, bound = np.median(size), MEDIAN_TOKEN_LOG_RATIO
+        measure = "the median |log pi - log mu| per token"
     if found <= bound:
         return
-    worst = data.place(trajectory[size.argmax()])
+    worst = data.place(trajectory[own][size.argmax()])
     with same_error_on_all_ranks():
         raise InputError(
             "data.train says that this policy sampled it, but before the first update "
@@ -135,6 +130,7 @@ def statistics(columns: Columns) -> dict[str, float]:
     positive = advantage >= 0
     gradient = columns["gradient"]
     squares = (weight**2).sum() * len(weight)
+    drift = columns["log_ratio"] / columns["length"]
     found = {
         "train/loss": columns["loss"].mean(),
         "train/objective": columns["objective"].mean(),
@@ -147,14 +143,12 @@ def statistics(columns: Columns) -> dict[str, float]:
         "gradient/positive_share": gradient[positive].sum() / max(gradient.sum(), 1e-300),
     }
     for sign, chosen in (("positives", positive), ("negatives", ~positive)):
-        log_ratio = columns["log_ratio"][chosen]
-        if len(log_ratio) == 0:
-            log_ratio = np.array([np.nan])
+        log_ratio = columns["log_ratio"][chosen] if chosen.any() else np.array([np.nan])
         found |= {
             f"log_ratio/{sign}_mean": log_ratio.mean(),
             f"log_ratio/{sign}_min": log_ratio.min(),
             f"log_ratio/{sign}_max": log_ratio.max(),
-            f"drift/{sign}": mean((columns["log_ratio"] / columns["length"])[chosen]),
+            f"drift/{sign}": mean(drift[chosen]),
             f"weight/{sign}_truncated": mean(columns["truncated"][chosen]),
         }
     return {name: float(value) for name, value in found.items()}
@@ -162,4 +156,4 @@ def statistics(columns: Columns) -> dict[str, float]:
 
 def mean(values: np.ndarray) -> float:
     """The mean; NaN of nothing, without a warning."""
-    return float(values.mean()) if len(values) else float("nan")
+    return values.mean() if len(values) else np.nan

@@ -18,7 +18,7 @@ SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"+-*=;#>"]
 def make_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character, for `SYMBOLS` and the extra characters."""
     symbols = dict.fromkeys([*SYMBOLS, *extra])
-    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
+    vocabulary = dict(zip(symbols, range(len(symbols)), strict=True))
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()

@@ -69,8 +69,7 @@ def verifier(
         steps: supervised updates
     """
     judge = load_policy(policy)
-    given = yaml.safe_load(setting.get_content())
-    imitate(judge, critiques(given, default_rng([seed, 0])), steps)
+    imitate(judge, critiques(yaml.safe_load(setting.get_content()), default_rng([seed, 0])), steps)
     export_policy(judge, out / "base")
 
 
@@ -103,7 +102,7 @@ def critiques(setting: Setting, rng: Generator) -> Examples:
 def critique(correct: str, solution: str, is_correct: bool, rng: Generator) -> str:
     """An imperfect critique of a solution, by comparison with a correct one."""
 
-    def judge(is_right: bool) -> str:
+    def judge(is_right):
         return str(int(is_right ^ (rng.random() < WRONG)))
 
     expected = correct.split(";")

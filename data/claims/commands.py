@@ -110,8 +110,9 @@ def end_with_parent():
 
 def inputs_hash(root: Path, *more: str) -> str:
     """Hash of the files that decide outputs, see commands.yaml."""
-    hashes: list[str] = []
+    hashes = []
     for pattern in [*TEMPLATES["inputs"], *more]:
-        paths = sorted(glob.glob(str(root / pattern), recursive=True))
-        hashes += [file_hash(path) for path in paths if Path(path).is_file()]
+        for path in sorted(glob.glob(str(root / pattern), recursive=True)):
+            if Path(path).is_file():
+                hashes.append(file_hash(path))
     return content_hash(hashes)

@@ -15,8 +15,9 @@ from scipy import stats
 
 def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
-    text = Path(__file__).with_name("claims.yaml").read_text()
-    template = Template(text, undefined=StrictUndefined)
+    template = Template(
+        Path(__file__).with_name("claims.yaml").read_text(), undefined=StrictUndefined
+    )
     return yaml.safe_load(template.render(setting, chosen=rates))[number]
 
 
@@ -46,8 +47,8 @@ def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict
     """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
     for text, conditions in parts.items():
-        answers = [holds(condition, results) for condition in conditions]
-        found[text] = min(answers)  # the alphabet has no, undecided and yes in this order
+        # the alphabet has no, undecided and yes in this order
+        found[text] = min(holds(condition, results) for condition in conditions)
     return found
 
 

@@ -40,8 +40,7 @@ class Experiment:
         self.base = self.folder / "base"
         self.start = self.measure(self.base, self.split, self.samples)
         seed = self.setting["data_seed"] or self.seed
-        count = self.setting["trajectories"]
-        self.trajectories = self.sample(self.base, "train", count, seed=seed)
+        self.trajectories = self.sample(self.base, "train", self.setting["trajectories"], seed=seed)
 
     def run(self, name: str, *more: str, **values) -> Path:
         """The folder with the output of a command; the setting gives values, too."""
@@ -96,8 +95,9 @@ class Experiment:
             positives = 0.0  # share of the data
             if policy.exists():
                 pooled = self.sample(policy, "train", pool, limit)
-                curation = [way, "--budget=8", f"--iteration={i}"]
-                data = self.run("curate", *curation, f"{pooled}/*.parquet")
+                data = self.run(
+                    "curate", way, "--budget=8", f"--iteration={i}", f"{pooled}/*.parquet"
+                )
                 run = self.run("fit", policy=policy, data=data, rate=rate) / "fit/version_0"
                 policy = run / "policy"
                 positives = pd.read_csv(run / "metrics.csv")["train/positive_share"].mean()
@@ -114,30 +114,31 @@ class Experiment:
         """
         verifier = self.run("verifier", policy=self.base) / "base"
         given = {"config": "configs/arithmetic_verifier.yaml", "policy": verifier}
-        solutions = f"{self.trajectories}/*.parquet"
-        critiques = self.run("sample", problems=solutions, samples=2, **given)
+        critiques = self.run(
+            "sample", problems=f"{self.trajectories}/*.parquet", samples=2, **given
+        )
         run = self.run("fit", data=critiques, rate=rate, **given) / "fit/version_0"
-        return self.judge("before", verifier) | self.judge("after", run / "policy")
+        return {"before": self.judge(verifier), "after": self.judge(run / "policy")}
 
-    def judge(self, label: str, verifier: Path) -> dict:
+    def judge(self, verifier: Path) -> pd.Series:
         """Accuracy and invalid critiques of a verifier, and votes that it weighs.
 
         For the accuracy, correct and incorrect solutions count as equally many.
         """
-        problems = self.folder / "test.jsonl"
-        folder = self.run("judge", policy=self.base, problems=problems, verifier=verifier)
+        folder = self.run(
+            "judge", policy=self.base, problems=self.folder / "test.jsonl", verifier=verifier
+        )
         critiques = pd.read_parquet(next(folder.glob("responses/arithmetic-verifier-*")))
         balanced = critiques.groupby("gold")[["reward", "valid"]].mean().mean()
         (results,) = json.loads((folder / "results.json").read_text()).values()
         values = pd.DataFrame(results["arithmetic"]).loc["mean"]
         values["accuracy"] = (1 + balanced["reward"]) / 2  # rewards are +1 and -1
         values["invalid"] = 1 - balanced["valid"]
-        return {label: values}
+        return values
 
     def sample(self, policy: Path, split: str, samples: int, *more: str, **values) -> Path:
         """A folder with a policy's responses to each problem of a split."""
-        problems = self.folder / f"{split}.jsonl"
-        values |= {"policy": policy, "problems": problems, "samples": samples}
+        values |= {"policy": policy, "problems": self.folder / f"{split}.jsonl", "samples": samples}
         return self.run("sample", *more, **values)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
@@ -153,8 +154,9 @@ class Experiment:
         if self.setting["greedy"] and self.split == "test":
             rows = read_parts(self.sample(policy, split, 1, "--data.sampling.temperature=0"))
             values["greedy"] = [row.reward > 0 for row in rows]
-            lenient = [GSM8K().grade_leniently(row.response, row.gold) for row in rows]
-            values["lenient"] = [grade.reward > 0 for grade in lenient]
+            values["lenient"] = [
+                GSM8K().grade_leniently(row.response, row.gold).reward > 0 for row in rows
+            ]
         return values
 
 
@@ -166,6 +168,5 @@ def without_gradient(metrics: pd.DataFrame) -> float:
     updates = metrics.dropna(subset="train/loss")
     last = updates[len(updates) * 4 // 5 :].mean()
     share = last["train/positive_share"]
-    positives = share * last["weight/positives_truncated"]
-    negatives = (1 - share) * last["weight/negatives_truncated"]
-    return positives + negatives
+    positives = last["weight/positives_truncated"]
+    return share * positives + (1 - share) * last["weight/negatives_truncated"]

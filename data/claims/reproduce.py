@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import yaml
 from jinja2 import Template
+from jsonargparse import auto_cli
 from jsonargparse.typing import PositiveInt, restricted_number_type
 
 from data.claims.commands import ROOT, Commands
@@ -52,9 +53,9 @@ def reproduce(
             raise InputError(f"--claims has {text!r}; this regime has {','.join(known)}")
     check_folder("--out", out)
     lock(out / "cache")
-    all_seeds = list(range(1, 1 + (seeds or setting["seeds"])))
     base = str(setting["base"])  # a file or a folder, perhaps: known by its content
-    study = Study(Commands(out / "cache", base, f"{base}/*"), workers, setting, all_seeds)
+    commands = Commands(out / "cache", base, f"{base}/*")
+    study = Study(commands, workers, setting, list(range(1, 1 + (seeds or setting["seeds"]))))
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
     report: dict = {
         "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",
@@ -99,16 +100,6 @@ def measure(study: Study, number: int) -> tuple[dict, dict]:
     return report, summarise(results, results.filter(regex=claim["drawn"]), metrics)
 
 
-def main():
-    parser = ArgumentParser(description=__doc__)
-    # first, because the default of the last argument with this `dest` counts
-    parser.add_argument(
-        "--quick", dest="regime", action="store_const", const="quick", help="minutes, no evidence"
-    )
-    parser.add_function_arguments(reproduce, as_group=False)
-    with command():
-        reproduce(**vars(parser.parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    with command():
+        auto_cli(reproduce, as_positional=False, parser_class=ArgumentParser)

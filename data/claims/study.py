@@ -35,7 +35,7 @@ class Study:
     ) -> pd.DataFrame:
         """The results of a method of `Experiment`, a table as in criteria.py."""
 
-        def perform(job: tuple[int, str]) -> pd.DataFrame:
+        def perform(job):
             seed, label = job
             one = Experiment(self.commands, self.setting, seed, split, samples)
             rows = getattr(one, experiment)(label, **runs[label])
@@ -50,13 +50,13 @@ class Study:
         """What pass@1 on validation gains at each rate, for the runs without a rate."""
         tuned = [label for label in runs if "rate" not in runs[label]]
         rates = self.setting["rates"]
-        rated = {}
-        for label, rate in product(tuned, rates):
-            rated[f"{label} {rate}"] = runs[label] | {"rate": rate}
+        rated = {
+            f"{label} {rate}": runs[label] | {"rate": rate} for label, rate in product(tuned, rates)
+        }
         seeds = list(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.setting["tuning_seeds"]))
         ends = self.run(experiment, rated, seeds, "val", 4).xs("pass@1", level="metric")
         gained = ends.sub(ends["before training"], axis="index").round(5)
-        gains: dict[str, Gains] = {}
+        gains = {}
         for label in tuned:
             gains[label] = {rate: gained[f"{label} {rate}"].tolist() for rate in rates}
         return gains

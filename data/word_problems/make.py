@@ -49,17 +49,20 @@ def make(
     rows = load_rows(DATA / "train.jsonl.gz", {"solution": (str,)})
     dev = load_rows(DATA / "dev.jsonl.gz", {})
     svamp = load_rows(DATA / "svamp.jsonl.gz", {})
-    splits = {"train": rows[-problems:], "svamp": svamp[: 2 * tests]}
-    splits |= {"val": dev[:tests], "test": dev[-tests:]}
-    for split, chosen in splits.items():
+    splits = {"train": rows[-problems:], "val": dev[:tests], "test": dev[-tests:]}
+    for split, chosen in (splits | {"svamp": svamp[: 2 * tests]}).items():
         write_lines(out / f"{split}.jsonl", chosen)
 
     task = GSM8K()
     tokenizer = load_tokenizer(policy)
-    imitated = []
-    for row in rows[:solutions]:
-        prompt = task.prompt(Problem("", row["question"], ""), tokenizer)
-        imitated.append({"prompt": prompt, "response": row["solution"], "reward": 1})
+    imitated = [
+        {
+            "prompt": task.prompt(Problem("", row["question"], ""), tokenizer),
+            "response": row["solution"],
+            "reward": 1,
+        }
+        for row in rows[:solutions]
+    ]
     write_lines(out / "solutions.jsonl", imitated)
     solved = str(out / "solutions.parquet")
     import_files([str(out / "solutions.jsonl")], policy, solved, overwrite=True)
@@ -88,12 +91,13 @@ def write_lines(path: Path, rows: list[dict]):
 
 def convert(file: Path, out: Path):
     """Write the Llama model of a GGUF file, whose weights can be rounded, as an ordinary policy."""
-    remedy = "give a file of a Llama model, and `pip install gguf==0.19.0`"
-    with explained(f"{file} cannot be converted", remedy=remedy):
-        given = {"gguf_file": file.name}
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+    with explained(
+        f"{file} cannot be converted",
+        remedy="give a file of a Llama model, and `pip install gguf==0.19.0`",
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         load: Any = AutoModelForCausalLM.from_pretrained
-        model = load(file.parent, dtype=torch.float32, **given)
+        model = load(file.parent, gguf_file=file.name, dtype=torch.float32)
     # transformers refuses to save what it takes for quantised weights
     model.hf_quantizer = None
     model.is_quantized = False

@@ -7,8 +7,6 @@ import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from topr.trajectories.file import Trajectory
-
 RESPONSES = 8  # shown at each validation
 
 
@@ -38,15 +36,11 @@ class TensorBoardExtras(Callback):
                     board.add_histogram(f"log_ratio/{sign}", values, trainer.global_step - 1)
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, *_):
-        """Some responses as text."""
+        """Some responses with prompts and rewards, as a block of code: Markdown would take a
+        product for emphasis."""
+        text = ""
+        for shown in outputs["trajectories"][:RESPONSES]:
+            text += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n\n"
+        text = indent(text, "    ", lambda line: True)
         for board in self.boards(trainer):
-            board.add_text("val/samples", as_text(outputs["trajectories"]), trainer.global_step)
-
-
-def as_text(trajectories: list[Trajectory]) -> str:
-    """Prompts, responses and rewards as a block of code: Markdown would take a product for
-    emphasis."""
-    text = ""
-    for shown in trajectories[:RESPONSES]:
-        text += f"{shown.prompt}\n{shown.response}\nreward {shown.reward:+g}\n\n"
-    return indent(text, "    ", lambda line: True)
+            board.add_text("val/samples", text, trainer.global_step)

@@ -60,7 +60,12 @@ class ExportPolicy(Callback):
         self.measure("after", trainer, pl_module)
         if self.measured:
             rank_zero_info("\n" + table(self.measured))
-            log_figures(trainer, self.measured["after"])
+            after = {f"test/{key}": value["mean"] for key, value in self.measured["after"].items()}
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):  # beside the hyperparameters
+                    logger.log_hyperparams(logger.hparams, after, trainer.global_step)
+                else:
+                    logger.log_metrics(after, trainer.global_step)
         weights = full_state_dict(pl_module.policy)  # of all ranks
         folder = Path(trainer.log_dir or ".")  # rank 0 tells the others
         if trainer.fast_dev_run or not trainer.is_global_zero:
@@ -73,46 +78,35 @@ class ExportPolicy(Callback):
             export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
-        write_text(path / "README.md", model_card(folder, pl_module, self.measured))
-        summary = summarise(trainer, pl_module, self.measured)
-        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(path / "README.md", self.model_card(folder, pl_module))
+        write_text(
+            folder / "summary.json", json.dumps(self.summarise(trainer, pl_module), indent=2) + "\n"
+        )
         print(f"policy/ and summary.json are in {folder}")
 
+    def model_card(self, folder: Path, module: PolicyModule) -> str:
+        """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
+        text = CARD.format(folder.parent.name, module.policy_name, module.global_step)
+        if self.measured:
+            text += f"{table(self.measured)}\n{UNITS}\n\n"
+        text += "| setting | value or hash of its content |\n|---|---|\n"
+        for key, value in ({"loss": plain(module.loss)} | module.decisive).items():
+            text += f"| {key} | `{value}` |\n"
+        return text
 
-def log_figures(trainer, after: Row):
-    """Log the means after training; in TensorBoard beside the hyperparameters."""
-    figures = {f"test/{name}": value["mean"] for name, value in after.items()}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(logger.hparams, figures, trainer.global_step)
-        else:
-            logger.log_metrics(figures, trainer.global_step)
-
-
-def model_card(folder: Path, module: PolicyModule, measured: dict[str, Row]) -> str:
-    """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
-    text = CARD.format(folder.parent.name, module.policy_name, module.global_step)
-    if measured:
-        text += f"{table(measured)}\n{UNITS}\n\n"
-    text += "| setting | value or hash of its content |\n|---|---|\n"
-    for key, value in ({"loss": plain(module.loss)} | module.decisive).items():
-        text += f"| {key} | `{value}` |\n"
-    return text
-
-
-def summarise(trainer, module: PolicyModule, measured: dict[str, Row]) -> dict:
-    """The contents of summary.json."""
-    data = trainer.datamodule
-    summary: dict = {}
-    for when, row in measured.items():
-        summary[when] = {name: value["mean"] for name, value in row.items()}
-        summary[when]["problems"] = len(data.job("test").problems)
-        summary[when]["samples"] = data.samples
-    summary["steps"] = trainer.global_step
-    if data is not None:
-        summary["trajectories"] = len(data.data.reward)
-    summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
-    for callback in trainer.callbacks:
-        if isinstance(callback, Speed):
-            summary["tokens_per_s"] = callback.tokens_per_second
-    return summary
+    def summarise(self, trainer, module: PolicyModule) -> dict:
+        """The contents of summary.json."""
+        data = trainer.datamodule
+        summary: dict = {}
+        for when, row in self.measured.items():
+            summary[when] = {name: value["mean"] for name, value in row.items()}
+            summary[when]["problems"] = len(data.job("test").problems)
+            summary[when]["samples"] = data.samples
+        summary["steps"] = trainer.global_step
+        if data is not None:
+            summary["trajectories"] = len(data.data.reward)
+        summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
+        for callback in trainer.callbacks:
+            if isinstance(callback, Speed):
+                summary["tokens_per_s"] = callback.tokens_per_second
+        return summary

@@ -24,7 +24,7 @@ class Preemption(Callback):
     def listen(self, trainer, pl_module):
         """Handle SIGTERM from now on; Lightning has set its own handler by then."""
 
-        def receive(number: int, frame):
+        def receive(number, frame):
             stop_requested.set()
             launcher = trainer.strategy.launcher
             if launcher is not None:
@@ -61,8 +61,10 @@ class Preemption(Callback):
                 path = trainer.strategy.broadcast(temporary or path)
                 trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
-            step = trainer.global_step
-            print(f"ended by a signal after update {step}; --ckpt_path last goes on from there")
+            print(
+                f"ended by a signal after update {trainer.global_step}; "
+                "--ckpt_path last goes on from there"
+            )
         else:
             exception.code = 0  # else a launcher would kill rank 0, which may still be writing
 

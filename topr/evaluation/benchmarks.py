@@ -42,8 +42,10 @@ def find_benchmark(name: str, file: str) -> tuple[Task, str]:
     if name in BENCHMARKS:
         task, source = BENCHMARKS[name]
         return task, file or source
-    remedy = f"choose from {', '.join(BENCHMARKS)}, or a task of your own: my_task.Parity=FILE"
-    with explained(f"--benchmark {name!r} is unknown", remedy=remedy):
+    with explained(
+        f"--benchmark {name!r} is unknown",
+        remedy=f"choose from {', '.join(BENCHMARKS)}, or a task of your own: my_task.Parity=FILE",
+    ):
         task = resolve_name(name)()
     if not file:
         raise InputError(f"--benchmark {name} has no problems of its own; give {name}=FILE")

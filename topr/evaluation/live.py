@@ -30,7 +30,7 @@ def sample_and_grade(module: "PolicyModule", batch: "ProblemBatch") -> list[Traj
     if sampler is None or not sampler.in_process:  # a server does not hold the weights in training
         sampler = LocalSampler()
     with sampling_context(module):
-        trajectories = batch.job.sample(batch.numbers, sampler, module.policy)
+        trajectories = next(batch.job.sample_parts([batch.numbers], sampler, module.policy))
     if any(gather(stop_requested.is_set())):
         raise Preempted
     return trajectories
@@ -55,28 +55,21 @@ def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict:
     return with_intervals(pd.concat(gather(values)).sort_index())
 
 
-def figures(split: str, summary: dict) -> dict[str, float]:
-    """Means and intervals under the names of logged figures."""
-    found = {}
-    for name, value in summary.items():
-        low, high = value["interval"]
-        found[f"{split}/{name}"] = value["mean"]
-        found[f"{split}_interval/{name}_low"] = low
-        found[f"{split}_interval/{name}_high"] = high
-    return found
-
-
 @contextmanager
 def sampling_context(module: "PolicyModule") -> Iterator[None]:
     """Full weights in the precision of training, without gradients."""
     policy = module.policy
-    bfloat16 = module.trainer.precision == "bf16-mixed"
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         full_weights(policy),
         # each weight is cast once; by Lightning's own autocast it would be for every token
-        torch.autocast(module.device.type, torch.bfloat16, bfloat16, cache_enabled=True),
+        torch.autocast(
+            module.device.type,
+            torch.bfloat16,
+            module.trainer.precision == "bf16-mixed",
+            cache_enabled=True,
+        ),
     ):
         # autocast caches only copies of weights that require gradients, so those under adapters do
         # for the moment

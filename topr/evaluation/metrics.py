@@ -89,6 +89,6 @@ def summarise(values: pd.DataFrame, seed: int = 0) -> dict[str, dict]:
     for name, column in values.items():
         if name != "ungraded" or column.any():
             means = column.to_numpy()[resamples].mean(axis=1)
-            interval = np.quantile(means, [0.025, 0.975]).tolist()
-            summaries[name] = {"mean": float(column.mean()), "interval": interval}
+            interval = np.quantile(means, [0.025, 0.975])
+            summaries[name] = {"mean": float(column.mean()), "interval": interval.tolist()}
     return summaries

@@ -103,18 +103,14 @@ class SamplingJob:
         missing += [(None, [])] * (-len(missing) % world_size())
         return missing[rank() :: world_size()]
 
-    def sample(self, numbers: list[int], sampler: Sampler, policy: Policy) -> list[Trajectory]:
-        """Graded responses to the problems of these numbers. `ref_logprobs` is empty, or that of
-        the server that sampled them.
-
-        The responses do not depend on which problems are sampled together.
-        """
-        return next(self.sample_parts([numbers], sampler, policy))
-
     def sample_parts(
         self, parts: list[list[int]], sampler: Sampler, policy: Policy
     ) -> Iterator[list[Trajectory]]:
-        """`sample` of each part; a server works on the next one meanwhile."""
+        """Graded responses to the problems of these numbers, part by part; a server works on the
+        next part meanwhile. `ref_logprobs` is empty, or that of the server that sampled them.
+
+        The responses do not depend on which problems are sampled together.
+        """
         begun: deque[Callable] = deque()
         for place, numbers in enumerate(parts):
             for ahead in parts[place + len(begun) : place + 2]:
@@ -131,10 +127,8 @@ class SamplingJob:
         """Replace the grades of a file of this job."""
         trajectories = []
         for row in read_trajectories(path):
-            response = Response(row.response_ids, row.finished)
-            graded = self.grade(self.ids.index(row.prompt_id), response)
-            graded.ref_logprobs = row.ref_logprobs
-            trajectories.append(graded)
+            response = Response(row.response_ids, row.finished, tuple(row.ref_logprobs))
+            trajectories.append(self.grade(self.ids.index(row.prompt_id), response))
         write_trajectories(path, trajectories, self.metadata)
         print(f"{path} has another grader's grades: graded again")
 
@@ -166,8 +160,11 @@ class SamplingJob:
 
 def ungraded(metadata: dict) -> dict:
     """The metadata that decide responses, without those that decide grades only."""
-    sampling = (metadata["sampling"] or {}) | {"grader": None}
-    return metadata | {"sampling": sampling, "task": None, "schema": None}
+    return metadata | {
+        "sampling": (metadata["sampling"] or {}) | {"grader": None},
+        "task": None,
+        "schema": None,
+    }
 
 
 def read_parts(folder: Path) -> list[Trajectory]:

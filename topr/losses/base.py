@@ -77,9 +77,9 @@ def whole_response_output(loss_B: Tensor, log_ratio_B: Tensor, weight_B: Tensor)
 
 def check_output(loss: Loss):
     """Call a loss on a positive and a negative; raise an InputError unless its output is right."""
-    log_probs_N = torch.zeros(4, requires_grad=True)
     length_B = torch.tensor([2, 2])
-    output = loss(log_probs_N, torch.zeros(4), length_B, torch.tensor([1.0, -1.0]))
+    advantage_B = torch.tensor([1.0, -1.0])
+    output = loss(torch.zeros(4, requires_grad=True), torch.zeros(4), length_B, advantage_B)
     expected = f"model.loss: {type(loss).__name__} must return a LossOutput"
     if not isinstance(output, LossOutput):
         raise InputError(f"{expected}, not {type(output).__name__}")

@@ -71,5 +71,4 @@ class KTO(PreferenceLoss):
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)
         gain_B = self.beta * torch.where(advantage_B >= 0, log_ratio_B, -log_ratio_B)
         loss_B = (-gain_B).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
-        weight_B = self.beta * (loss_B * (1 - loss_B))
-        return whole_response_output(loss_B, log_ratio_B, weight_B)
+        return whole_response_output(loss_B, log_ratio_B, self.beta * (loss_B * (1 - loss_B)))

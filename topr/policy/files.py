@@ -22,9 +22,11 @@ def resolve_policy(name: str) -> Path:
     """
     folder = Path(name)
     if not folder.is_dir():
-        what = f"policy {name!r} is neither a folder nor a model that the hub delivers"
-        remedy = "give the path of a Hugging Face folder or a name on the hub"
-        with explained(what, (OSError, ValueError), remedy):
+        with explained(
+            f"policy {name!r} is neither a folder nor a model that the hub delivers",
+            (OSError, ValueError),
+            "give the path of a Hugging Face folder or a name on the hub",
+        ):
             folder = Path(snapshot_download(name, allow_patterns=FILES))
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
@@ -84,11 +86,9 @@ def load_tokenizer(name: str):
     Raises:
         InputError: there is none, or none with an end-of-sequence token.
     """
-    folder = resolve_policy(name)
     vocabulary, _ = vocabulary_and_context(name)
-    what = f"policy {name!r} has no usable tokenizer"
-    with explained(what, remedy="save one in its folder"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with explained(f"policy {name!r} has no usable tokenizer", remedy="save one in its folder"):
+        tokenizer = AutoTokenizer.from_pretrained(resolve_policy(name), trust_remote_code=False)
     if not tokenizer.eos_token or tokenizer.eos_token_id not in range(vocabulary):
         raise InputError(
             f"the tokenizer of policy {name!r} has no end-of-sequence token among the "
@@ -104,8 +104,9 @@ def render_prompt(prompt: str | Messages, tokenizer, answered: bool = False) -> 
     if isinstance(prompt, str):
         return prompt
     # a template is a program that raises what it likes
-    remedy = "give a text as prompt"
-    with explained("chat messages do not fit the tokenizer's chat template", remedy=remedy):
+    with explained(
+        "chat messages do not fit the tokenizer's chat template", remedy="give a text as prompt"
+    ):
         return tokenizer.apply_chat_template(
             prompt, tokenize=False, add_generation_prompt=not answered
         )

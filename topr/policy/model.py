@@ -66,8 +66,7 @@ class Policy(nn.Module):
     @property
     def padded(self) -> bool:
         """Whether trajectories are padded and do not share prompts."""
-        config = self.model.config.get_text_config()
-        return config._attn_implementation != shared_prompts.NAME
+        return self.model.config.get_text_config()._attn_implementation != shared_prompts.NAME
 
     @property
     def device(self) -> torch.device:
@@ -110,8 +109,10 @@ def load_policy(name: str) -> Policy:
             output_loading_info=True,
         )
     if missing := sorted(loading["missing_keys"]):  # they would be random numbers
-        names = ", ".join(missing[:3])
-        raise InputError(f"policy {name!r} lacks the weights {names}; export or download it again")
+        raise InputError(
+            f"policy {name!r} lacks the weights {', '.join(missing[:3])}",
+            "export or download it again",
+        )
     policy = Policy(model, tokenizer, name)
     check_weights(policy)
     choose_forward(policy)

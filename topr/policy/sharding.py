@@ -40,7 +40,7 @@ def load_sharded(
     shard(policy, mesh, bfloat16)
     read_shards(policy, mesh.device_type)
     check_weights(policy)
-    with torch.autocast(mesh.device_type, torch.bfloat16, enabled=bfloat16):
+    with torch.autocast(mesh.device_type, torch.bfloat16, bfloat16):
         # the model's own logits are rounded to bfloat16
         choose_forward(policy, 0.3 if bfloat16 else 1e-3)
     policy.reshard()  # the root, which otherwise waits for a backward
@@ -50,21 +50,24 @@ def load_sharded(
 def read_shards(policy: Policy, device: str):
     """Read this rank's rows of the weights that are on the meta device: all but fresh adapters."""
 
-    def materialise(tensor: Tensor) -> Tensor:
+    def materialise(tensor):
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     stored = [name for name, weight in policy.model.named_parameters() if weight.is_meta]
     policy.model._apply(materialise)
     weights = dict(policy.model.named_parameters())
     target = {name.replace(".base_layer.", "."): weights[name].detach() for name in stored}
-    what = f"policy {policy.name!r} cannot be loaded by shards"
-    remedy = "export it again with save_pretrained"
-    with explained(what, (Exception, CheckpointException), remedy):
-        reader = dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name)))
-        dcp.load(target, storage_reader=reader)
+    with explained(
+        f"policy {policy.name!r} cannot be loaded by shards",
+        (Exception, CheckpointException),
+        "export it again with save_pretrained",
+    ):
+        dcp.load(
+            target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name)))
+        )
 
 
-def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool = False):
+def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool):
     """Shard a policy over the devices of a mesh of one dimension, decoder layer by decoder layer,
     in place.
 
@@ -113,7 +116,8 @@ def full_weights(policy: Policy) -> Iterator[None]:
 def full_state_dict(policy: Policy) -> dict[str, Tensor]:
     """All weights of the model on the CPU, tied ones once; of a sharded one on rank 0 alone. All
     ranks must call."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: Any = get_model_state_dict(policy.model, options=options)
+    weights: Any = get_model_state_dict(
+        policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     tied = policy.model.all_tied_weights_keys
     return {name: value for name, value in weights.items() if name not in tied}

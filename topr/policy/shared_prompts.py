@@ -48,7 +48,7 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     implementation = model.config._attn_implementation
     windows = []
 
-    def recorded(*args, **kwargs) -> tuple[Tensor, None]:
+    def recorded(*args, **kwargs):
         windows.append(kwargs.get("sliding_window"))
         return attend(*args, **kwargs)
 
@@ -61,9 +61,8 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     register(attend)
     if not exact:
         model.set_attn_implementation(implementation)
-        kind = type(model).__name__
         warnings.warn(
-            f"policy {policy.name!r} ({kind}) has an attention of another kind: "
+            f"policy {policy.name!r} ({type(model).__name__}) has an attention of another kind: "
             "trajectories are padded, which takes more time and memory",
             stacklevel=2,
         )
@@ -120,8 +119,9 @@ def attend(
         # imported late: it loads a whole model
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        mask = attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     if softcap is not None:
         raise NotImplementedError("attention with a soft cap")
     query_LHD, key_LGD, value_LGD = (rows[0].transpose(0, 1) for rows in (query, key, value))

@@ -103,7 +103,7 @@ class Rows:
         self.most = min(most, sum(map(len, groups)))
         free = Draft(prompt=[], draws=iter([]), ids=[0], ended=True)
         self.drafts = [free]  # of each row; a row is free when its draft has ended
-        self.layers: list[RowLayer] = []
+        self.layers = []
 
     def decode(self):
         """Extend every draft to its end, or until a stop is requested."""
@@ -267,7 +267,7 @@ def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]
     # The last tokens: each may hold a single byte, and the first ones a part of a character.
     window = 4 + len("".join(sampling.stop).encode())
 
-    def ended(ids: Ids) -> bool:
+    def ended(ids):
         if ids[-1] in end_tokens or len(ids) == sampling.max_new_tokens:
             return True
         if not sampling.stop:

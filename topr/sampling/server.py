@@ -42,10 +42,11 @@ class ServerSampler(Sampler):
         for prompt, index in zip(prompts, prompt_indices or range(len(prompts)), strict=True):
             for word in np.random.SeedSequence((seed, index)).generate_state(n):
                 requests.append((prompt, int(word) >> 1))  # servers take seeds of 31 bits
-        calls = self.respond_to_all(policy, sampling, requests)
-        begun = asyncio.run_coroutine_threadsafe(calls, self.loop)
+        begun = asyncio.run_coroutine_threadsafe(
+            self.respond_to_all(policy, sampling, requests), self.loop
+        )
 
-        def finish() -> list[list[Response]]:
+        def finish():
             try:
                 responses = begun.result()
             except openai.APIError as error:
@@ -61,16 +62,15 @@ class ServerSampler(Sampler):
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         self.slots = asyncio.Semaphore(self.concurrency)
-        self.clients = []
-        for url in self.urls:
-            client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=RETRIES)
-            self.clients.append(client)
+        self.clients = [
+            openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=RETRIES)
+            for url in self.urls
+        ]
         return loop
 
     async def respond_to_all(self, policy, sampling, requests) -> list[Response]:
         """A response to each prompt and seed."""
-        calls = [self.respond(policy, sampling, *one) for one in requests]
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*[self.respond(policy, sampling, *one) for one in requests])
 
     async def respond(self, policy, sampling, prompt, seed) -> Response:
         async with self.slots:

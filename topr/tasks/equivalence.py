@@ -39,13 +39,14 @@ def same(gold: str, answer: str) -> bool:
         # math-verify takes i for a variable
         text = re.sub(r"(?<![a-zA-Z\\])i(?![a-zA-Z])", r"(\\sqrt{-1})", text)
         # no extraction of bare numbers: it would read the 5 in any formula that it cannot parse
-        formula = parse(
-            f"${text}$",
-            [LatexExtractionConfig()],
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
+        parsed.append(
+            parse(
+                f"${text}$",
+                [LatexExtractionConfig()],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
         )
-        parsed.append(formula)
     return verify(*parsed, float_rounding=12, numeric_precision=30, timeout_seconds=None)
 
 

@@ -70,8 +70,9 @@ class Task(Configurable, ABC):
         """
         from topr.trajectories.rows import load_rows
 
-        rows = load_rows(source, self.columns)
-        problems = [self.problem(row, index) for index, row in enumerate(rows)]
+        problems = [
+            self.problem(row, index) for index, row in enumerate(load_rows(source, self.columns))
+        ]
         for problem in problems:
             if not problem.gold and not self.skip_unanswered:
                 raise InputError(f"{source}: {self.name} finds no answer to {problem.id}; add one")

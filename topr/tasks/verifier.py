@@ -36,8 +36,8 @@ class Verifier(Task):
             InputError: no candidate is correct, or none is incorrect.
         """
         table = pa.concat_tables(map(read_table, resolve_files(str(source))))
-        rewards = table.select(["reward"]).to_pandas()
-        chosen = table.take(with_share(rewards, 0.5, None, np.random.default_rng(0)))
+        reward = table["reward"].to_numpy()
+        chosen = table.take(with_share(reward, 0.5, None, np.random.default_rng(0)))
         return self.candidates([Trajectory(**row) for row in chosen.to_pylist()])
 
     def candidates(self, trajectories: list[Trajectory]) -> list[Problem]:
@@ -54,8 +54,7 @@ class Verifier(Task):
         # A candidate must not end the question, or start a new chat message.
         ends = [*self.sampling.stop, *tokenizer.all_special_tokens]
         solution = before(after_thinking(problem.solution or ""), ends)
-        question = self.question(problem.prompt, tokenizer)
-        asked = f"{question}\n\nSolution: {solution.strip()}"
+        asked = f"{self.question(problem.prompt, tokenizer)}\n\nSolution: {solution.strip()}"
         return super().prompt(replace(problem, prompt=asked), tokenizer)
 
     def question(self, prompt: str, tokenizer) -> str:

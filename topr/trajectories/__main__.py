@@ -24,8 +24,7 @@ def inspect(files: list[str]):
     rows["prompt_tokens"] = rows.pop("prompt_ids").map(len)
     rows["response_tokens"] = rows.pop("response_ids").map(len)
     rows["log_mu"] = rows.pop("ref_logprobs").map(np.sum)
-    figures = rows.describe(include="all").T
-    print(figures.to_string(float_format="{:,.4g}".format, na_rep=""))
+    print(rows.describe(include="all").T.to_string(float_format="{:,.4g}".format, na_rep=""))
     for row in table.slice(0, 2).to_pylist():
         print(f"\n--- reward {row['reward']}, answer {row['answer']}, gold {row['gold']}")
         for key in ("prompt", "response"):

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt
 
 from topr.io import InputError, check_absent
-from topr.trajectories.file import SCHEMA, read_metadata, read_table, write_table
+from topr.trajectories.file import read_metadata, read_table, write_table
 
 Way = Literal["uniform", "anna_karenina", "share"]
 
@@ -45,11 +45,9 @@ def curate(
     rows["group"] = rows.groupby(["group", "prompt"]).ngroup()
     rng = np.random.default_rng(seed)
     if way == "share":
-        kept = with_share(rows, share, total, rng)
-    elif way == "uniform":
-        kept = uniform(rows, budget, rng)
+        kept = with_share(rows["reward"], share, total, rng)
     else:
-        kept = anna_karenina(rows, budget)
+        kept = of_each_group(rows, way, budget, rng)
     table = table.take(kept)
     if iteration is not None:
         metadata["iteration"] = iteration
@@ -60,25 +58,25 @@ def curate(
     print(f"kept {len(kept)} of {len(rows)} trajectories")
 
 
-def uniform(rows: pd.DataFrame, budget: int, rng: np.random.Generator) -> np.ndarray:
-    """Sorted numbers of `budget` random rows of each group."""
-    shuffled = rows.loc[rng.permutation(len(rows))]
-    return np.sort(shuffled.groupby("group").head(budget).index)
-
-
-def anna_karenina(rows: pd.DataFrame, budget: int) -> np.ndarray:
-    """Sorted numbers of the first correct row of each group, and incorrect ones up to `budget`."""
-    first = rows[rows["reward"] > 0].groupby("group").head(1)
-    candidates = pd.concat([first, rows[rows["reward"] <= 0]])
+def of_each_group(
+    rows: pd.DataFrame, way: Way, budget: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Sorted numbers of `budget` rows of each group: random ones, or the first correct one and then
+    incorrect ones."""
+    if way == "uniform":
+        candidates = rows.loc[rng.permutation(len(rows))]
+    else:
+        first = rows[rows["reward"] > 0].groupby("group").head(1)
+        candidates = pd.concat([first, rows[rows["reward"] <= 0]])
     return np.sort(candidates.groupby("group").head(budget).index)
 
 
 def with_share(
-    rows: pd.DataFrame, share: float, total: int | None, rng: np.random.Generator
+    reward: np.ndarray, share: float, total: int | None, rng: np.random.Generator
 ) -> np.ndarray:
     """Sorted numbers of random rows with a share of positives: `total`, or as many as possible."""
-    correct = rng.permutation(rows.index[rows["reward"] > 0])
-    incorrect = rng.permutation(rows.index[rows["reward"] <= 0])
+    correct = rng.permutation(np.flatnonzero(reward > 0))
+    incorrect = rng.permutation(np.flatnonzero(reward <= 0))
     size = total or min(len(correct) / share, len(incorrect) / (1 - share))
     positives = round(size * share)
     negatives = round(size * (1 - share))
@@ -109,8 +107,11 @@ def read_files(files: list[str]) -> tuple[pa.Table, dict]:
 
 def rename_groups(table: pa.Table, prefix: str) -> pa.Table:
     """A table whose groups' names begin with a prefix."""
-    names = pc.binary_join_element_wise(prefix, table["group"], "/")
-    return table.set_column(SCHEMA.get_field_index("group"), "group", names)
+    return table.set_column(
+        table.column_names.index("group"),
+        "group",
+        pc.binary_join_element_wise(prefix, table["group"], "/"),
+    )
 
 
 def agreed(entries: list[dict]) -> dict:

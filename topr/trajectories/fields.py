@@ -43,8 +43,9 @@ def find_fields(row: Row, readers: dict[str, Any]) -> list[Row]:
     row = json.loads(text, object_hook=without_nulls)
     found = {name: read(row) for name, read in readers.items()}
     if found["response"] is None or found["reward"] is None:
-        keys = ", ".join(row)
-        raise InputError(f"found the keys {keys:.200}; expected prompt, response, reward", STEPS)
+        raise InputError(
+            f"found the keys {', '.join(row):.200}; expected prompt, response, reward", STEPS
+        )
     lists = {name: len(value) for name, value in found.items() if is_many(name, value)}
     lengths = {"response": 1, "reward": 1} | lists
     if len({*lengths.values()}) > 1:

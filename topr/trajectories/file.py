@@ -59,14 +59,14 @@ METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling
 
 def write_trajectories(path: StrPath, trajectories: Iterable[Trajectory], metadata: dict):
     """Write a trajectory file atomically, with metadata of `METADATA_KEYS`."""
-    rows = [vars(trajectory) for trajectory in trajectories]
-    write_table(path, pa.Table.from_pylist(rows, SCHEMA), metadata)
+    write_table(path, pa.Table.from_pylist([vars(t) for t in trajectories], SCHEMA), metadata)
 
 
 def write_table(path: StrPath, table: pa.Table, metadata: dict):
     """`write_trajectories` for a table of `SCHEMA`."""
-    about = json.dumps(metadata | {"schema": SCHEMA_VERSION})
-    described = table.replace_schema_metadata({"topr": about})
+    described = table.replace_schema_metadata(
+        {"topr": json.dumps(metadata | {"schema": SCHEMA_VERSION})}
+    )
     with atomic(path) as temporary:
         pq.write_table(described, temporary, compression="zstd", write_page_checksum=True)
 
@@ -95,10 +95,10 @@ def read_table(path: StrPath, vocabulary: int = 2**31, max_tokens: int = 2**31) 
     Raises:
         InputError: for the first bad row, or if there is no row.
     """
-    fields = [pa.field(field.name, field.type) for field in SCHEMA]
+    nullable = pa.schema([field.with_nullable(True) for field in SCHEMA])
     with explained(f"{path} cannot be read", remedy=REMEDY):
         # null in the place of a missing column; the cast raises an error for a null
-        table = pq.read_table(path, schema=pa.schema(fields), page_checksum_verification=True)
+        table = pq.read_table(path, schema=nullable, page_checksum_verification=True)
         table = table.cast(SCHEMA)
     if len(table) == 0:
         raise InputError(f"{path} holds no trajectory", REMEDY)
@@ -110,25 +110,27 @@ def read_table(path: StrPath, vocabulary: int = 2**31, max_tokens: int = 2**31) 
 
 def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
     """What may be wrong with a row, and the rows with which it is."""
-    prompt = pc.list_value_length(table["prompt_ids"]).to_numpy()
-    response = pc.list_value_length(table["response_ids"]).to_numpy()
-    scored = pc.list_value_length(table["ref_logprobs"]).to_numpy()
-    marked = pc.list_value_length(table["sampled"]).to_numpy()
+    prompt, response, scored, marked = (
+        pc.list_value_length(table[name]).to_numpy()
+        for name in ("prompt_ids", "response_ids", "ref_logprobs", "sampled")
+    )
     conversation = marked >= 0  # NaN if all tokens were sampled
     uneven = (scored > 0) & (response != scored) | conversation & (response != marked)
-    unsampled = ~_outside(table["sampled"], 0, 0)
     unknown_id = _outside(table["prompt_ids"], 0, vocabulary - 1)
     unknown_id |= _outside(table["response_ids"], 0, vocabulary - 1)
-    unusable_score = _outside(table["ref_logprobs"], -LARGEST, 0)
-    reward = table["reward"].to_numpy()
+    unusable_reward = ~(abs(table["reward"].to_numpy()) <= LARGEST)
     limit = f"{max_tokens} (data.microbatch_tokens or the policy's context)"
     return {
         "the prompt or the response is empty; drop the row": (prompt == 0) | (response == 0),
         "response_ids, ref_logprobs and sampled differ in length": uneven,
-        "no token is marked as sampled; drop the row": conversation & unsampled,
+        "no token is marked as sampled; drop the row": (
+            conversation & ~_outside(table["sampled"], 0, 0)
+        ),
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
-        f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": unusable_score,
-        f"the reward is NaN or beyond +-{LARGEST:.0f}": ~(abs(reward) <= LARGEST),
+        f"ref_logprobs must be numbers from {-LARGEST:.0f} to 0": _outside(
+            table["ref_logprobs"], -LARGEST, 0
+        ),
+        f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
         f"it holds more tokens than {limit}": prompt + response > max_tokens,
     }
 

@@ -83,17 +83,25 @@ def import_files(
     if log_mu == "stored" and not all(t.ref_logprobs for t in kept):
         raise InputError("--log_mu stored needs log-probs of all token ids; --logprobs names them")
     rescored = [replace(t) for t in kept]
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
-        report(add_log_probs(model, rescored, microbatch_tokens))
+    with torch.autocast(model.device.type, torch.bfloat16, precision == "bf16-mixed"):
+        gaps = add_log_probs(model, rescored, microbatch_tokens)
+    if gaps:
+        token = np.abs(np.concatenate(gaps))
+        sequence = np.abs([gap.sum() for gap in gaps])
+        print(
+            f"|stored - rescored| log mu: {token.mean():.3g} a token, {sequence.mean():.3g} a "
+            f"sequence, at most {sequence.max():.3g}: the first log-ratios with stored log mu"
+        )
     metadata = provenance(policy, precision)
     if log_mu == "stored":
         metadata["policy"] = None  # another forward computed log mu, so no ratio need start at 1
         rescored = kept
     write_trajectories(out, rescored, metadata)
-    positive = sum(t.reward > 0 for t in kept)
-    left_out = len(trajectories) - len(kept)
-    print(f"{len(kept)} trajectories; left out as too long: {left_out}")
-    print(f"reward: threshold {threshold}, scale {scale}: {positive} of {len(kept)} above 0")
+    print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
+    print(
+        f"reward: threshold {threshold}, scale {scale}: "
+        f"{sum(t.reward > 0 for t in kept)} of {len(kept)} above 0"
+    )
 
 
 def as_number(reward, threshold: float | None, scale: tuple[float, float] | None) -> float:
@@ -102,17 +110,6 @@ def as_number(reward, threshold: float | None, scale: tuple[float, float] | None
         return 1.0 if float(reward) >= threshold else -1.0
     low, high = scale or ((0, 1) if isinstance(reward, bool) else (-1, 1))
     return 2 * (float(reward) - low) / (high - low) - 1
-
-
-def report(gaps: list[np.ndarray]):
-    """Print how far stored log-probs, if any, are from log mu of the policy."""
-    if gaps:
-        token = np.abs(np.concatenate(gaps))
-        sequence = np.abs([gap.sum() for gap in gaps])
-        print(
-            f"|stored - rescored| log mu: {token.mean():.3g} a token, {sequence.mean():.3g} a "
-            f"sequence, at most {sequence.max():.3g}: the first log-ratios with stored log mu"
-        )
 
 
 def tokenise(

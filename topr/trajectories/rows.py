@@ -23,8 +23,10 @@ def load_rows(source: str | Path, types: Types) -> list[Row]:
     Raises:
         InputError: if the source cannot be read or is empty, or a key is absent or mistyped.
     """
-    remedy = "give JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split"
-    with explained(f"{source} cannot be read", remedy=remedy):
+    with explained(
+        f"{source} cannot be read",
+        remedy="give JSON lines (.gz, .zst), Parquet or a hub data set owner/name[/config]:split",
+    ):
         rows = _read(str(source))
     if not rows:
         raise InputError(f"{source} holds no row")

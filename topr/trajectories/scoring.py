@@ -51,7 +51,7 @@ def add_log_probs(
     Returns:
         By how much `ref_logprobs` were larger before, of each trajectory that had them.
     """
-    gaps: list[np.ndarray] = []
+    gaps = []
     numbers: dict[tuple, int] = {}  # of the prompts
     sizes = []
     for t in trajectories:

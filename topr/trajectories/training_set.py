@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
@@ -32,32 +31,33 @@ class TrainingSet:
         from pandas import MultiIndex  # here: `--help` needs no pandas
 
         table = self.rows.data.table
-        prompts = table["prompt_ids"]
-        prompt_length = pc.list_value_length(prompts)
-        response_length = pc.list_value_length(table["response_ids"])
-        sizes = np.stack((prompt_index(prompts), prompt_length, response_length))
-        self.sizes = sizes.astype(np.int32)  # see `batching.arrange`
+        lengths = [pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids")]
+        hashes: list[int] = []
+        for chunk in table["prompt_ids"].chunks:
+            hashes += map(xxhash.xxh3_64_intdigest, chunk.to_numpy(zero_copy_only=False))
+        # a number for each prompt, equal for equal ones, the same on every rank
+        prompt = np.unique(np.array(hashes, dtype=np.uint64), return_inverse=True)[1]
+        self.sizes = np.stack((prompt, *lengths)).astype(np.int32)  # see `batching.arrange`
         self.reward = table["reward"].to_numpy()
-        rows_of_files = [pq.read_metadata(path).num_rows for path in self.files]
-        self.file = np.repeat(np.arange(len(self.files)), rows_of_files)  # number of each row's
+        counts = [pq.read_metadata(path).num_rows for path in self.files]
+        self.file = np.repeat(range(len(counts)), counts)  # number of each row's
         # a group is one prompt, sampled by one policy in one iteration
         origins = [(entry["policy"], entry["iteration"]) for entry in self.metadata]
         origin = np.array([origins.index(one) for one in origins])[self.file]
         # combined first: otherwise each chunk would get a dictionary of its own
         name = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
-        self.group = MultiIndex.from_arrays([origin, sizes[0], name]).factorize()[0]
+        self.group = MultiIndex.from_arrays([origin, prompt, name]).factorize()[0]
         self.in_float32 = all(entry["precision"] == "32-true" for entry in self.metadata)
 
     def place(self, trajectory: int) -> str:
         """File and row number of a trajectory, for messages."""
         file = self.file[trajectory]
-        row = trajectory - np.argmax(self.file == file)
-        return f"row {row} of {self.files[file]}"
+        return f"row {trajectory - np.argmax(self.file == file)} of {self.files[file]}"
 
     def sampled_by(self, policy_hash: str, trajectory: np.ndarray) -> np.ndarray:
         """Whether their files say that this policy sampled trajectories."""
-        own = [metadata["policy"] == policy_hash for metadata in self.metadata]
-        return np.array(own)[self.file[trajectory]]
+        own = np.array([entry["policy"] == policy_hash for entry in self.metadata])
+        return own[self.file[trajectory]]
 
 
 def read_training_set(train: str | list[str], policy: str, longest: int) -> TrainingSet:
@@ -111,14 +111,5 @@ def map_rows(files: list[str], hashes: list[str]):
                 # its own cache would know a file by its path and time
                 cache_dir=Path(cache, content),
             )
-        parts.append(part)
+            parts.append(part)
     return datasets.concatenate_datasets(parts).with_format("arrow")
-
-
-def prompt_index(column: pa.ChunkedArray) -> np.ndarray:
-    """A number for each row of a column of lists, equal for equal lists, the same on every rank."""
-    hashes = []
-    for chunk in column.chunks:
-        for ids in chunk.to_numpy(zero_copy_only=False):
-            hashes.append(xxhash.xxh3_64_intdigest(ids))
-    return np.unique(np.array(hashes, dtype=np.uint64), return_inverse=True)[1]
