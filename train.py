@@ -24,7 +24,7 @@ from topr.checkpoints import updates_before
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
 from topr.distributed import end_rank_with_launcher, rank
-from topr.io import InputError, first_line, lock, remove, write_text
+from topr.io import InputError, explained, first_line, lock, remove, write_text
 from topr.module import PolicyModule
 from topr.runs import Run, new_run
 
@@ -70,6 +70,10 @@ class CLI(LightningCLI):
             compute_fn=lambda loss: loss.batching,
             apply_on="instantiate",
         )
+
+    def _set_seed(self):
+        with explained("seed_everything does not do", ValueError):
+            super()._set_seed()
 
     def _parse_ckpt_path(self):
         """Do nothing: Lightning would lay the checkpoint's hyper-parameters over what the user

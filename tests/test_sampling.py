@@ -82,7 +82,14 @@ def test_samples_repeat_and_leave_the_random_state_alone(policy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 1.1}, {"top_p": 0.0}, {"max_new_tokens": 0}],
+    [
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 1.1},
+        {"top_p": 0.0},
+        {"max_new_tokens": 0},
+        {"stop": [""]},
+    ],
 )
 def test_a_value_outside_its_range_is_rejected(wrong):
     parser = ArgumentParser()

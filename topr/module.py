@@ -226,7 +226,7 @@ class PolicyModule(LightningModule):
         if self.max_abs_log_ratio is None:
             policy = self.policy_hash()
             self.max_abs_log_ratio = float(np.abs(columns["log_ratio"]).max())
-            check_start(columns, str(self.trainer.precision), data, policy)
+            check_start(columns, self.trainer.precision, data, policy)
 
     def log_at_update(self, figures: dict[str, float]):
         """Write figures of the last update at its number, from 0. At once: Lightning would write
@@ -346,26 +346,18 @@ class PolicyModule(LightningModule):
 def check_trainer(trainer):
     """Raise an InputError for settings of the trainer that would not do what they say."""
     precision = trainer.precision
-    problems = {
-        "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size": (
-            trainer.accumulate_grad_batches != 1
-        ),
-        "gradient_clip_val must stay unset: set model.gradient_clip_val": (
-            trainer.gradient_clip_val is not None
-        ),
-        "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml": (
-            type(trainer.strategy).__name__ == "FSDPStrategy"
-        ),
-        "accelerator chose mps, which is not supported; set --trainer.accelerator cpu": isinstance(
-            trainer.accelerator, MPSAccelerator
-        ),
-        "deterministic is true, which a GPU's sampling cannot be; set it to warn": (
-            torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2  # an error
-        ),
-        f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed": (
-            precision not in ("32-true", "bf16-mixed")
-        ),
-    }
-    for problem, found in problems.items():
-        if found:
-            raise InputError(f"trainer.{problem}")
+    message = None
+    if trainer.accumulate_grad_batches != 1:
+        message = "accumulate_grad_batches must stay 1: a batch is an update; set data.batch_size"
+    elif trainer.gradient_clip_val is not None:
+        message = "gradient_clip_val must stay unset: set model.gradient_clip_val"
+    elif type(trainer.strategy).__name__ == "FSDPStrategy":
+        message = "strategy is FSDP1; use FSDP2, with --config configs/fsdp.yaml"
+    elif isinstance(trainer.accelerator, MPSAccelerator):
+        message = "accelerator chose mps, which is not supported; set --trainer.accelerator cpu"
+    elif torch.cuda.is_available() and torch.get_deterministic_debug_mode() == 2:  # an error
+        message = "deterministic is true, which a GPU's sampling cannot be; set it to warn"
+    elif precision not in ("32-true", "bf16-mixed"):
+        message = f"precision is {precision}; weights stay in float32: 32-true or bf16-mixed"
+    if message:
+        raise InputError(f"trainer.{message}")

@@ -11,6 +11,7 @@ from jsonargparse.typing import (
     NonNegativeInt,
     PositiveInt,
     restricted_number_type,
+    restricted_string_type,
 )
 
 from topr.policy.model import Policy
@@ -18,6 +19,7 @@ from topr.settings import Configurable
 
 Ids = list[int]
 TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])
+Stop: Any = restricted_string_type("Stop", "(?s).+")
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Sampling:
     top_k: NonNegativeInt = 500
     top_p: TopP = 1.0
     max_new_tokens: PositiveInt = 512
-    stop: list[str] = field(default_factory=list)
+    stop: list[Stop] = field(default_factory=list)
 
 
 class Response(NamedTuple):
