@@ -82,6 +82,7 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
     "a count out of range": ("--data.batch_size=0", "data.batch_size", "--data.batch_size=1"),
     "an argument out of range": (f"{LOSS}.a_minus=2", "0 <= a <= b", f"{LOSS}.a_minus=1"),
     "a negative seed": ("--seed_everything=-1", "data.seed", "--seed_everything=1"),
+    "a seed out of range": ("--seed_everything=5000000000", "seed_everything does not do", None),
     "micro-batches": (
         "--data.microbatch_tokens=9",
         "data.microbatch_tokens",
