@@ -17,7 +17,7 @@ from jsonargparse import auto_cli
 
 from data.claims import commands, reproduce
 from data.claims.commands import Commands, inputs_hash
-from data.claims.criteria import check, holds, load_claim, over_seeds, verdict
+from data.claims.criteria import check, holds, load_claim, over_units, verdict
 from data.claims.experiments import Experiment, without_gradient
 from data.claims.reproduce import SETTINGS
 from data.claims.study import Study, add_peaks, best
@@ -39,14 +39,14 @@ def table(rows: dict[str, dict[str, list[float]]]) -> pd.DataFrame:
     columns = {}
     for label, metrics in rows.items():
         columns[label] = pd.DataFrame(metrics).stack()
-    return pd.DataFrame(columns).rename_axis(["seed", "metric"])
+    return pd.DataFrame(columns).rename_axis(["unit", "metric"])
 
 
 @pytest.mark.parametrize(("n", "quantile"), [(2, 12.7062), (12, 2.20099)])
-def test_intervals_over_seeds_are_students_at_95_per_cent(n, quantile):
+def test_intervals_over_units_are_students_at_95_per_cent(n, quantile):
     values = np.random.default_rng(n).normal(size=n)
     half = quantile * values.std(ddof=1) / np.sqrt(n)
-    found = over_seeds(pd.Series(values))
+    found = over_units(pd.Series(values))
     assert found["interval"] == pytest.approx(
         [values.mean() - half, values.mean() + half], rel=1e-4
     )
@@ -284,7 +284,7 @@ def test_the_shipped_reports_agree_with_their_values_and_criteria(regime):
             summaries = {name: value for name, value in row.items() if isinstance(value, dict)}
             rows[label] = {name: summary["values"] for name, summary in summaries.items()}
             for summary in summaries.values():
-                again = over_seeds(pd.Series(summary["values"]))
+                again = over_units(pd.Series(summary["values"]))
                 assert again["interval"] == pytest.approx(summary["interval"], abs=1e-4)
         rates = {}
         for label, gains in shipped["tuning"].items():

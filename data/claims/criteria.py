@@ -1,6 +1,6 @@
-"""Intervals over seeds, and whether the parts of a claim hold.
+"""Intervals over seeds or problems, and whether the parts of a claim hold.
 
-Results are one table: its index has the levels `seed` and `metric`, its columns are labelled runs,
+Results are one table: its index has the levels `unit` and `metric`, its columns are labelled runs,
 and whatever else has these metrics.
 """
 
@@ -21,15 +21,15 @@ def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
     return yaml.safe_load(template.render(setting, chosen=rates))[number]
 
 
-def over_seeds(values: pd.Series) -> dict:
-    """Mean, 95% t-interval and the values, one for each of at least two seeds."""
+def over_units(values: pd.Series) -> dict:
+    """Mean, 95% t-interval and the values, one for each of at least two units."""
     mean = values.mean()
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
     return {"mean": mean, "interval": [mean - half, mean + half], "values": values.tolist()}
 
 
 def evaluated(results: pd.DataFrame, row: str) -> pd.DataFrame:
-    """A column of the results, or an expression of columns: by seed and metric."""
+    """A column of the results, or an expression of columns: by unit and metric."""
     values = results[row] if row in results else results.eval(row)
     return values.unstack("metric").round(5)
 
@@ -39,7 +39,7 @@ def summarise(results: pd.DataFrame, rows: Iterable[str], metrics: list[str]) ->
     table = {}
     for row in rows:
         values = evaluated(results, row).reindex(columns=metrics).dropna(axis=1)
-        table[row] = {name: over_seeds(values[name]) for name in values}
+        table[row] = {name: over_units(values[name]) for name in values}
     return table
 
 
@@ -57,7 +57,7 @@ def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
     values = evaluated(results, condition["row"])
     metric = condition["metric"]
     values = values[metric] if metric in values else values.eval(metric)
-    low, high = over_seeds(values)["interval"]
+    low, high = over_units(values)["interval"]
     if low <= 0 <= high:
         return "undecided"
     return "yes" if low > 0 else "no"

@@ -66,10 +66,13 @@ class Experiment:
         run = self.run("fit", *more, policy=self.base, data=data, rate=rate) / "fit/version_0"
         metrics = pd.read_csv(run / "metrics.csv")
         end = self.measure(run / "policy", self.split, self.samples)
-        rows = {"before training": self.start.mean(), label: end.mean()}
+        rows = {"before training": self.figures(self.start), label: self.figures(end)}
         for split in self.setting["elsewhere"] if self.split == "test" else []:
             for name, policy in {"before training": self.base, label: run / "policy"}.items():
-                rows[f"{name}, {split}"] = self.measure(policy, split, self.samples).mean()
+                measured = self.measure(policy, split, self.samples)
+                rows[f"{name}, {split}"] = self.figures(measured)
+        if self.setting["unit"] == "problem":
+            return rows
         difficulty = pd.cut(self.start["pass@1"], [-1, 0.25, 0.5, 1], labels=DIFFICULTIES)
         for name, row in end.groupby(difficulty, observed=False).mean().iterrows():
             rows[f"{label}, {name}"] = row.fillna(0)
@@ -82,6 +85,12 @@ class Experiment:
             end = self.measure(run / "policy", "val", 2)
             rows[f"{label} at validation, end"] = end.mean().drop("maj")  # which others lack
         return rows
+
+    def figures(self, values: pd.DataFrame) -> pd.Series:
+        """Of a row: the means over problems, or by problem and metric what intervals are over."""
+        if self.setting["unit"] == "problem" and self.split == "test":
+            return values.stack()
+        return values.mean()
 
     def iterate(self, label: str, rate: float, way: str, pool: int) -> dict:
         """Sample, curate and train four times (two to choose a rate) from the newest policy.

@@ -13,7 +13,6 @@ from data.claims.experiments import Experiment
 
 Runs = dict[str, dict]  # arguments of an experiment, by label
 Gains = dict[float, list[float]]  # by learning rate, one for each tuning seed
-FIRST_TUNING_SEED = 101  # no other result is of the seeds that choose learning rates
 
 
 @dataclass
@@ -39,12 +38,15 @@ class Study:
             seed, label = job
             one = Experiment(self.commands, self.setting, seed, split, samples)
             rows = getattr(one, experiment)(label, **runs[label])
-            return pd.concat({seed: pd.DataFrame(rows)}, names=["seed", "metric"])
+            table = pd.DataFrame(rows)  # by metric, or by problem and metric
+            if table.index.nlevels == 1:
+                table = pd.concat({seed: table})
+            return table.rename_axis(["unit", "metric"])
 
         jobs = list(product(seeds, runs))
         with ThreadPool(self.workers) as pool:
             tables = list(tqdm(pool.imap(perform, jobs), experiment, len(jobs)))
-        return pd.concat(tables).groupby(["seed", "metric"], sort=False).first()
+        return pd.concat(tables).groupby(["unit", "metric"], sort=False).mean()
 
     def tune(self, runs: Runs, experiment: str) -> dict[str, Gains]:
         """What pass@1 on validation gains at each rate, for the runs without a rate."""
@@ -53,8 +55,8 @@ class Study:
         rated = {
             f"{label} {rate}": runs[label] | {"rate": rate} for label, rate in product(tuned, rates)
         }
-        seeds = list(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.setting["tuning_seeds"]))
-        ends = self.run(experiment, rated, seeds, "val", 4).xs("pass@1", level="metric")
+        ends = self.run(experiment, rated, self.setting["tuning_seeds"], "val", 4)
+        ends = ends.xs("pass@1", level="metric")
         gained = ends.sub(ends["before training"], axis="index").round(5)
         gains = {}
         for label in tuned:

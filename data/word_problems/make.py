@@ -31,8 +31,8 @@ def make(
     policy: str,
     out: Path,
     solutions: PositiveInt = 1200,
-    problems: PositiveInt = 1600,
-    tests: PositiveInt = 200,
+    problems: PositiveInt = 800,
+    tests: PositiveInt = 160,
 ):
     """Write a policy that has imitated solutions, and the problems of its training and its tests.
 
@@ -41,7 +41,7 @@ def make(
         out: folder to write
         solutions: of the first train problems, which it imitates
         problems: to train on, the last of the train problems
-        tests: problems of val, and of test
+        tests: problems of val, of test and of svamp
     """
     if policy.endswith(".gguf"):
         convert(Path(policy), out / "model")
@@ -50,7 +50,7 @@ def make(
     dev = load_rows(DATA / "dev.jsonl.gz", {})
     svamp = load_rows(DATA / "svamp.jsonl.gz", {})
     splits = {"train": rows[-problems:], "val": dev[:tests], "test": dev[-tests:]}
-    for split, chosen in (splits | {"svamp": svamp[: 2 * tests]}).items():
+    for split, chosen in (splits | {"svamp": svamp[:tests]}).items():
         write_lines(out / f"{split}.jsonl", chosen)
 
     task = GSM8K()

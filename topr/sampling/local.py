@@ -34,6 +34,7 @@ from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling
 
 PREFILL = 512  # tokens of prompts that are computed at once
+BLOCK = 256  # tokens of the vocabulary whose probabilities are added first
 
 
 class LocalSampler(Sampler):
@@ -47,6 +48,7 @@ class LocalSampler(Sampler):
     def __init__(self, rows: PositiveInt | None = None):
         self.rows = rows or 512
 
+    @torch.inference_mode(False)  # where autocast would convert all weights for each token
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
         layer_types = getattr(policy.model.config, "layer_types", None) or []
@@ -190,7 +192,8 @@ class Rows:
             position_ids=position_RL,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            # as an index: a slice of several tokens would copy the head's weights for each row
+            logits_to_keep=self.to_device([ids_RL.shape[1] - 1]),
         )
         return output.logits[:, -1]
 
@@ -254,11 +257,25 @@ def sample_tokens(logits_RV: Tensor, draw_R: Tensor, sampling: Sampling) -> Tens
     if sampling.top_p < 1:
         likelier_RV = share_RV.cumsum(-1) - share_RV
         share_RV = share_RV.masked_fill(likelier_RV >= sampling.top_p, 0.0)
-    sum_RV = share_RV.cumsum(-1, dtype=torch.float64)
-    choice_R1 = torch.searchsorted(sum_RV, draw_R[:, None] * sum_RV[:, -1:], right=True)
+    # in two steps, because a running sum over a vocabulary takes long
+    share_RBK = F.pad(share_RV, (0, -share_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    block_R1, draw_R1 = pick(share_RBK.sum(-1), draw_R[:, None])
+    place_R1, _ = pick(share_RBK.take_along_dim(block_R1[..., None], 1)[:, 0], draw_R1)
+    choice_R1 = block_R1 * BLOCK + place_R1
     if likeliest_first:
         choice_R1 = token_RV.gather(1, choice_R1)
     return choice_R1[:, 0]
+
+
+def pick(share_RK: Tensor, draw_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row at which the sum of its shares exceeds so much of their total,
+    and the draw within that place, again uniform from 0 to 1; both [R, 1]."""
+    sum_RK = share_RK.cumsum(-1, dtype=torch.float64)
+    drawn_R1 = draw_R1 * sum_RK[:, -1:]
+    place_R1 = torch.searchsorted(sum_RK, drawn_R1, right=True)
+    share_R1 = share_RK.gather(1, place_R1)
+    before_R1 = sum_RK.gather(1, place_R1) - share_R1
+    return place_R1, (drawn_R1 - before_R1) / share_R1
 
 
 def end_of_response(policy: Policy, sampling: Sampling) -> Callable[[Ids], bool]:
