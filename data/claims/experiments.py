@@ -5,14 +5,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from lightning.pytorch import Callback
 
 from data.claims.commands import ROOT, Commands
 from topr.evaluation.metrics import per_problem
 from topr.evaluation.pipeline import read_parts
 from topr.tasks import GSM8K
+from topr.trajectories import write_trajectories
 
 DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0, "greedy": 0.0, "lenient": 0.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
+
+
+class Responses(Callback):
+    """Keeps the responses to test problems.
+
+    Args:
+        folder: to write
+    """
+
+    def __init__(self, folder: str):
+        self.path = Path(folder) / "part-00000.parquet"
+
+    def on_test_batch_end(self, trainer, module, outputs, batch, *args):
+        write_trajectories(self.path, outputs["trajectories"], batch.job.metadata)
 
 
 @dataclass
@@ -146,9 +162,12 @@ class Experiment:
         return values
 
     def sample(self, policy: Path, split: str, samples: int, *more: str, **values) -> Path:
-        """A folder with a policy's responses to each problem of a split."""
-        values |= {"policy": policy, "problems": self.folder / f"{split}.jsonl", "samples": samples}
-        return self.run("sample", *more, **values)
+        """A folder with a policy's responses to each problem of a split, with log mu."""
+        return self.respond("sample", policy, split, samples, *more, **values)
+
+    def respond(self, command: str, policy: Path, split: str, samples: int, *more, **values):
+        problems = self.folder / f"{split}.jsonl"
+        return self.run(command, *more, policy=policy, problems=problems, samples=samples, **values)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
         """pass@1, maj@samples (as `maj`), invalid and more of each problem; of its greedy response
@@ -158,10 +177,11 @@ class Experiment:
         """
         if not policy.exists():
             return self.measure(self.base, split, samples).assign(**DIVERGED)
-        values = per_problem(read_parts(self.sample(policy, split, samples)))
+        values = per_problem(read_parts(self.respond("measure", policy, split, samples)))
         values["maj"] = values[f"maj@{samples}"]
         if self.setting["greedy"] and self.split == "test":
-            rows = read_parts(self.sample(policy, split, 1, "--data.sampling.temperature=0"))
+            greedy = "--data.sampling.temperature=0"
+            rows = read_parts(self.respond("measure", policy, split, 1, greedy))
             values["greedy"] = [row.reward > 0 for row in rows]
             values["lenient"] = [
                 GSM8K().grade_leniently(row.response, row.gold).reward > 0 for row in rows

@@ -53,7 +53,7 @@ class Study:
         tuned = [label for label in runs if "rate" not in runs[label]]
         rates = self.setting["rates"]
         rated = {
-            f"{label} {rate}": runs[label] | {"rate": rate} for label, rate in product(tuned, rates)
+            f"{label} {rate}": runs[label] | {"rate": rate} for rate, label in product(rates, tuned)
         }
         ends = self.run(experiment, rated, self.setting["tuning_seeds"], "val", 4)
         ends = ends.xs("pass@1", level="metric")

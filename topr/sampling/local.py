@@ -48,7 +48,6 @@ class LocalSampler(Sampler):
     def __init__(self, rows: PositiveInt | None = None):
         self.rows = rows or 512
 
-    @torch.inference_mode(False)  # where autocast would convert all weights for each token
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:
         layer_types = getattr(policy.model.config, "layer_types", None) or []
