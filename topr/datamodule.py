@@ -389,8 +389,7 @@ def check_signs(advantage: np.ndarray, loss: Loss | None):
         )
     if (advantage >= 0).all():
         rank_zero_warn(
-            "no advantage is negative, so only positives are learned; "
-            "for rewards 0 and 1 set data.advantage.c to 0.5"
+            "only positives are learned; for rewards 0 and 1 set data.advantage.c to 0.5"
         )
     elif (advantage < 0).all():
         rank_zero_warn("every advantage is negative: nothing is learned from positives")

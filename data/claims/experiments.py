@@ -13,7 +13,6 @@ from topr.evaluation.pipeline import read_parts
 from topr.tasks import GSM8K
 from topr.trajectories import write_trajectories
 
-DIVERGED = {"pass@1": 0.0, "maj": 0.0, "invalid": 1.0, "greedy": 0.0, "lenient": 0.0}
 DIFFICULTIES = ["up to a quarter", "up to a half", "more than half"]
 
 
@@ -161,13 +160,11 @@ class Experiment:
         values["invalid"] = 1 - balanced["valid"]
         return values
 
-    def sample(self, policy: Path, split: str, samples: int, *more: str, **values) -> Path:
-        """A folder with a policy's responses to each problem of a split, with log mu."""
-        return self.respond("sample", policy, split, samples, *more, **values)
-
-    def respond(self, command: str, policy: Path, split: str, samples: int, *more, **values):
-        problems = self.folder / f"{split}.jsonl"
-        return self.run(command, *more, policy=policy, problems=problems, samples=samples, **values)
+    def sample(self, policy: Path, split: str, samples: int, *more, way="sample", **values) -> Path:
+        """A folder with a policy's responses to each problem of a split; not with log mu if the
+        `way` is "measure"."""
+        values |= {"policy": policy, "problems": self.folder / f"{split}.jsonl", "samples": samples}
+        return self.run(way, *more, **values)
 
     def measure(self, policy: Path, split: str, samples: int) -> pd.DataFrame:
         """pass@1, maj@samples (as `maj`), invalid and more of each problem; of its greedy response
@@ -176,16 +173,15 @@ class Experiment:
         A policy that does not exist is that of a training that diverged.
         """
         if not policy.exists():
-            return self.measure(self.base, split, samples).assign(**DIVERGED)
-        values = per_problem(read_parts(self.respond("measure", policy, split, samples)))
+            return (0 * self.measure(self.base, split, samples)).assign(invalid=1.0)
+        values = per_problem(read_parts(self.sample(policy, split, samples, way="measure")))
         values["maj"] = values[f"maj@{samples}"]
         if self.setting["greedy"] and self.split == "test":
             greedy = "--data.sampling.temperature=0"
-            rows = read_parts(self.respond("measure", policy, split, 1, greedy))
+            rows = read_parts(self.sample(policy, split, 1, greedy, way="measure"))
+            lenient = [GSM8K().grade_leniently(row.response, row.gold) for row in rows]
             values["greedy"] = [row.reward > 0 for row in rows]
-            values["lenient"] = [
-                GSM8K().grade_leniently(row.response, row.gold).reward > 0 for row in rows
-            ]
+            values["lenient"] = [grade.reward > 0 for grade in lenient]
         return values
 
 

@@ -87,8 +87,8 @@ class SamplingJob:
                 found = read_metadata(path)
                 if ungraded(found) != ungraded(self.metadata):
                     raise InputError(
-                        f"{path} holds responses of another policy, to other problems or with "
-                        "other sampling parameters",
+                        f"{path} holds responses of another policy, to other problems or of "
+                        "other sampling",
                         "name another folder",
                     )
                 if found | self.metadata != found and rank() == 0:

@@ -103,8 +103,8 @@ class VESPO(RatioLoss):
         self.lambda_minus = lambda_minus
 
     def taper(self, log_x, positive) -> Tapered:
-        k = torch.full_like(log_x, self.k_minus).masked_fill(positive, self.k_plus)
-        rate = torch.full_like(log_x, self.lambda_minus).masked_fill(positive, self.lambda_plus)
+        k = torch.where(positive, self.k_plus, self.k_minus)
+        rate = torch.where(positive, self.lambda_plus, self.lambda_minus)
         log_weight = k * log_x.detach() + rate * (1 - exp_ratio(log_x))
         weight = log_weight.exp()
         return Tapered(weight * log_x, weight, torch.zeros_like(weight))

@@ -167,8 +167,8 @@ def choose_forward(policy: Policy, bound: float = 1e-3):
     difference = (own_N - policy.log_probs(tokens)).abs().max().item()
     if not difference < bound:
         raise InputError(
-            f"policy {policy.name!r} does more to its logits than a projection and a soft cap "
-            f"(a bias or a scale?): log-probs differ by {difference:.1e}",
+            f"policy {policy.name!r} does more to its logits than a projection and a soft cap: "
+            f"log-probs differ by {difference:.1e}",
             "choose another model",
         )
     shared_prompts.enable_if_exact(policy, tokens, own_N, bound)

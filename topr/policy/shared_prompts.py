@@ -63,7 +63,7 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
         model.set_attn_implementation(implementation)
         warnings.warn(
             f"policy {policy.name!r} ({type(model).__name__}) has an attention of another kind: "
-            "trajectories are padded, which takes more time and memory",
+            "trajectories are padded, which costs time",
             stacklevel=2,
         )
 
