@@ -7,14 +7,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import yaml
 from jinja2 import Template
 from jsonargparse import auto_cli
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveInt, restricted_number_type
 
 from data.claims.commands import ROOT, Commands
 from data.claims.criteria import check, load_claim, summarise, verdict
@@ -24,11 +24,12 @@ from topr.evaluation.report import draw, table
 from topr.io import InputError, check_folder, lock, write_text
 
 SETTINGS = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
+Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
 def reproduce(
     claims: str = "",
-    seeds: PositiveInt | None = None,
+    seeds: Seeds | None = None,
     regime: Literal["standard", "strong", "quick", "words", "words_quick"] = "standard",
     out: Path = Path("runs/claims"),
     workers: PositiveInt = os.cpu_count() or 1,
