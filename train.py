@@ -19,7 +19,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from topr.callbacks import ExportPolicy, Preemption, Speed, TensorBoardExtras
+from topr.callbacks.board import TensorBoardExtras
+from topr.callbacks.export import ExportPolicy
+from topr.callbacks.preemption import Preemption
+from topr.callbacks.speed import Speed
 from topr.checkpoints import updates_before
 from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
@@ -185,7 +188,6 @@ def quieten():
         "exists and is not empty",  # a run that is resumed
         "across ranks is zero",  # without data.val
         "sync_dist",  # figures are equal on all ranks
-        "infer the batch indices",  # a batch knows its problems
         "The dirpath has changed",  # a checkpoint that is tested
         "no logger configured",  # for validate and test, which only print
         "no pre-optimization state",  # checkpoints hold the weights after an update

@@ -156,7 +156,7 @@ def train(folder: Path, small: bool, name: str, sharded=False) -> None:
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from topr.callbacks import Speed
+    from topr.callbacks.speed import Speed
     from topr.datamodule import TrajectoryDataModule
     from topr.losses import TOPR
     from topr.module import PolicyModule

@@ -21,7 +21,7 @@ stop_requested = threading.Event()
 class Preempted(SystemExit):
     """The run was asked to stop; its exit code is that of a process ended by SIGTERM."""
 
-    code = 128 + signal.SIGTERM
+    code = 143
 
 
 def end_rank_with_launcher():

@@ -93,8 +93,6 @@ def perform(words: list[str], output: Path):
     os.chdir(ROOT)
     torch.set_num_threads(1)  # as fast as more for policies of this size
     sys.argv = words
-    # known by content, and so shared by the commands
-    os.environ["HF_DATASETS_CACHE"] = str(output.parents[1] / "datasets")
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 

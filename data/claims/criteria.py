@@ -22,7 +22,7 @@ def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
 
 
 def over_units(values: pd.Series) -> dict:
-    """Mean, 95% t-interval and the values, one for each of at least two units."""
+    """Mean, 95% t-interval and the values, one for each unit."""
     mean = values.mean()
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
     return {"mean": mean, "interval": [mean - half, mean + half], "values": values.tolist()}
@@ -58,9 +58,9 @@ def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
     metric = condition["metric"]
     values = values[metric] if metric in values else values.eval(metric)
     low, high = over_units(values)["interval"]
-    if low <= 0 <= high:
-        return "undecided"
-    return "yes" if low > 0 else "no"
+    if high < 0:
+        return "no"
+    return "yes" if low > 0 else "undecided"  # also of one unit, whose interval is NaN
 
 
 def verdict(parts: dict[str, str]) -> str:

@@ -180,7 +180,7 @@ class Experiment:
             greedy = "--data.sampling.temperature=0"
             rows = read_parts(self.sample(policy, split, 1, greedy, way="measure"))
             lenient = [GSM8K().grade_leniently(row.response, row.gold) for row in rows]
-            values["greedy"] = [row.reward > 0 for row in rows]
+            values["greedy"] = per_problem(rows)["pass@1"]
             values["lenient"] = [grade.reward > 0 for grade in lenient]
         return values
 

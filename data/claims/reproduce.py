@@ -7,14 +7,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import yaml
 from jinja2 import Template
 from jsonargparse import auto_cli
-from jsonargparse.typing import PositiveInt, restricted_number_type
+from jsonargparse.typing import PositiveInt
 
 from data.claims.commands import ROOT, Commands
 from data.claims.criteria import check, load_claim, summarise, verdict
@@ -24,12 +24,11 @@ from topr.evaluation.report import draw, table
 from topr.io import InputError, check_folder, lock, write_text
 
 SETTINGS = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
-Seeds: Any = restricted_number_type("Seeds", int, (">=", 2))  # fewer have no interval
 
 
 def reproduce(
     claims: str = "",
-    seeds: Seeds | None = None,
+    seeds: PositiveInt | None = None,
     regime: Literal["standard", "strong", "quick", "words", "words_quick"] = "standard",
     out: Path = Path("runs/claims"),
     workers: PositiveInt = os.cpu_count() or 1,
@@ -39,14 +38,15 @@ def reproduce(
     Args:
         claims: numbers with commas; 1 to 8 are the paper's, 9 compares all losses, 10 some
             (default: the paper's that the regime shows)
-        seeds: number of seeds, each with its own base policy and data (default: 5, or 2 if quick)
+        seeds: number of seeds, each with its own base policy and data (default: 5, or 2 if quick);
+            one alone has no interval over seeds
         regime: the embedded setting; strong has a strong base policy of high entropy, and SGD;
             words is a real model; quick and words_quick are no evidence
         out: folder; the report is in a folder under it
         workers: number of processes
     """
     setting = SETTINGS[regime]
-    known = setting["claims"].split(",") + ["9", "10"]
+    known = dict.fromkeys([*setting["claims"].split(","), "9", "10"])
     numbers = (claims or setting["claims"]).split(",")
     for text in numbers:
         if text not in known:
@@ -70,7 +70,7 @@ def reproduce(
         write_text(folder / "claims.md", template.render(report, table=table))
         write_text(folder / "claims.json", json.dumps(report, indent=1) + "\n")
         draw(folder / f"claim_{number}.png", drawn)
-        print(f"{number}. {claim['statement']}: {claim['holds']}", flush=True)
+        print(f"{number}. {claim['statement']}: {claim['holds']}")
     print(f"wrote claims.json, claims.md and figures under {folder}")
 
 

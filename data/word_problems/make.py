@@ -46,12 +46,12 @@ def make(
     if policy.endswith(".gguf"):
         convert(Path(policy), out / "model")
         policy = str(out / "model")
-    rows = load_rows(DATA / "train.jsonl.gz", {"solution": (str,)})
+    rows = load_rows(DATA / "train.jsonl.gz", {})
     dev = load_rows(DATA / "dev.jsonl.gz", {})
-    svamp = load_rows(DATA / "svamp.jsonl.gz", {})
-    splits = {"train": rows[-problems:], "val": dev[:tests], "test": dev[-tests:]}
-    for split, chosen in (splits | {"svamp": svamp[:tests]}).items():
-        write_lines(out / f"{split}.jsonl", chosen)
+    write_lines(out / "train.jsonl", rows[-problems:])
+    write_lines(out / "val.jsonl", dev[:tests])
+    write_lines(out / "test.jsonl", dev[-tests:])
+    write_lines(out / "svamp.jsonl", load_rows(DATA / "svamp.jsonl.gz", {})[:tests])
 
     task = GSM8K()
     tokenizer = load_tokenizer(policy)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from jinja2 import Template
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
@@ -17,14 +18,7 @@ from topr.policy.model import export_policy, load_policy
 from topr.policy.sharding import full_state_dict
 from topr.settings import plain
 
-CARD = """---
-library_name: transformers
----
-# {}
-
-`{}` after {} updates of [TOPR](https://arxiv.org/abs/2503.14286)
-
-"""
+CARD = Template(Path(__file__).with_name("card.md.jinja").read_text())
 
 
 class ExportPolicy(Callback):
@@ -86,13 +80,13 @@ class ExportPolicy(Callback):
 
     def model_card(self, folder: Path, module: PolicyModule) -> str:
         """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
-        text = CARD.format(folder.parent.name, module.policy_name, module.global_step)
-        if self.measured:
-            text += f"{table(self.measured)}\n{UNITS}\n\n"
-        text += "| setting | value or hash of its content |\n|---|---|\n"
-        for key, value in ({"loss": plain(module.loss)} | module.decisive).items():
-            text += f"| {key} | `{value}` |\n"
-        return text
+        return CARD.render(
+            name=folder.parent.name,
+            policy=module.policy_name,
+            updates=module.global_step,
+            figures=f"{table(self.measured)}\n{UNITS}\n\n" if self.measured else "",
+            settings={"loss": plain(module.loss)} | module.decisive,
+        )
 
     def summarise(self, trainer, module: PolicyModule) -> dict:
         """The contents of summary.json."""

@@ -13,18 +13,13 @@ class Speed(Callback):
     during validation."""
 
     def __init__(self):
-        self.total = {"tokens": 0.0, "seconds": 0.0}  # of all ranks, estimated from this one
-
-    def state_dict(self):
-        return self.total
-
-    def load_state_dict(self, state_dict):
-        self.total = state_dict
+        self.tokens = 0  # of all ranks, estimated from this one
+        self.seconds = 1e-9
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole run and all ranks, estimated from this rank's share."""
-        return self.total["tokens"] / max(self.total["seconds"], 1e-9)
+        """Since the run was started or resumed, of all ranks."""
+        return self.tokens / self.seconds
 
     def start(self, trainer, pl_module):
         self.began = time.perf_counter()
@@ -41,8 +36,8 @@ class Speed(Callback):
         nominal = sum(part.tokens.nominal for part in batch.micro_batches)
         computed = sum(len(part.tokens.input_ids_L) for part in batch.micro_batches)
         tokens = trainer.world_size * nominal
-        self.total["tokens"] += tokens
-        self.total["seconds"] += seconds
+        self.tokens += tokens
+        self.seconds += seconds
         figures = {
             "speed/tokens_per_s": tokens / seconds,
             "speed/computed_share": computed / max(nominal, 1),

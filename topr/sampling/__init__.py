@@ -5,7 +5,7 @@ from topr import lazy
 
 __getattr__ = lazy(
     __name__,
-    base=["Response", "Sampler", "Sampling", "Stop"],
+    base=["Response", "Sampler", "Sampling"],
     local=["LocalSampler"],
     server=["ServerSampler"],
 )

@@ -36,7 +36,7 @@ def curate(
         share: of positives among all that are kept, for share
         total: trajectories that share keeps; as many as possible by default
         seed: of random choices
-        iteration: written to the metadata and before every group
+        iteration: written to the metadata
         overwrite: replace the file that is there
     """
     check_absent(out, overwrite)
@@ -51,7 +51,6 @@ def curate(
     table = table.take(kept)
     if iteration is not None:
         metadata["iteration"] = iteration
-        table = rename_groups(table, str(iteration))
     chosen = {"way": way, "budget": budget, "share": share, "total": total, "seed": seed}
     metadata["sampling"] = (metadata.get("sampling") or {}) | {"curation": chosen}
     write_table(out, table, metadata)
@@ -100,18 +99,11 @@ def read_files(files: list[str]) -> tuple[pa.Table, dict]:
     for file, entry in zip(files, entries, strict=True):
         table = read_table(file)
         if not {"policy", "iteration"} <= metadata.keys():
-            table = rename_groups(table, f"{entry['policy']}/{entry['iteration']}")
+            origin = f"{entry['policy']}/{entry['iteration']}"
+            groups = pc.binary_join_element_wise(origin, table["group"], "/")
+            table = table.set_column(table.column_names.index("group"), "group", groups)
         tables.append(table)
     return pa.concat_tables(tables), metadata
-
-
-def rename_groups(table: pa.Table, prefix: str) -> pa.Table:
-    """A table whose groups' names begin with a prefix."""
-    return table.set_column(
-        table.column_names.index("group"),
-        "group",
-        pc.binary_join_element_wise(prefix, table["group"], "/"),
-    )
 
 
 def agreed(entries: list[dict]) -> dict:

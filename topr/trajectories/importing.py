@@ -97,8 +97,8 @@ def import_files(
         metadata["policy"] = None  # another forward computed log mu, so no ratio need start at 1
         rescored = kept
     write_trajectories(out, rescored, metadata)
-    print(f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}")
     print(
+        f"{len(kept)} trajectories; left out as too long: {len(trajectories) - len(kept)}\n"
         f"reward: threshold {threshold}, scale {scale}: "
         f"{sum(t.reward > 0 for t in kept)} of {len(kept)} above 0"
     )
