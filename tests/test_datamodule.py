@@ -192,7 +192,7 @@ def test_data_without_a_signal_are_rejected(tmp_path, files):
     path = str(write(tmp_path / "equal.parquet", files[0], rows))
     with pytest.raises(InputError, match="every advantage is 0, so there is nothing to learn"):
         module(files, train=path, advantage=GroupMean())
-    with pytest.warns(UserWarning, match="no advantage is negative"):
+    with pytest.warns(UserWarning, match="only positives are learned"):
         module(files, train=path)
     module(files, advantage=GroupMean())
 

@@ -28,7 +28,7 @@ def score(
     if not gaps or (sampling.temperature, sampling.top_p) != (1, 1) or 0 < sampling.top_k < 100:
         return
     difference = np.concatenate(gaps).mean()
-    print(f"log-probs of the server exceed the policy's by {difference:.4f} a token on average")
+    print(f"log-probs of the server exceed the policy's by {difference:z.4f} a token on average")
     if not abs(difference) < LIMIT:
         raise InputError(
             f"the server samples from another distribution than policy {policy.name!r}: its "
