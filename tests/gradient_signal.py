@@ -70,13 +70,13 @@ def gradient(policy, weights, rows, sign) -> torch.Tensor:
 def report(halves: torch.Tensor, products: torch.Tensor):
     print("\nc      signal / gradient   cosine of the mean gradient with that of c = 0")
     mean = halves.mean(0)
-    reference = mean[0] - mean[1]
+    reference = (mean[0] - mean[1]).double()  # in float32 a cosine exceeds 1
     for c in (-1, -0.75, -0.5, -0.25, 0, 0.25, 0.5):
         factors = torch.tensor([1.0 - c, -1.0 - c])
         first, second = (torch.einsum("s,sn->n", factors, half) for half in halves)
         signal = float(first @ second)
         total = float(factors.double() @ products @ factors.double())
-        cosine = torch.cosine_similarity((first + second) / 2, reference, dim=0)
+        cosine = torch.cosine_similarity(((first + second) / 2).double(), reference, dim=0)
         print(f"{c:5}  {signal / total:17.4f}   {float(cosine):.3f}", flush=True)
 
 

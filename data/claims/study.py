@@ -1,4 +1,4 @@
-"""Experiments over seeds, each at a learning rate that other seeds have chosen."""
+"""Experiments over seeds, each at a learning rate that was chosen on validation problems."""
 
 from dataclasses import dataclass
 from itertools import product
