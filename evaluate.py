@@ -14,16 +14,16 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric import Fabric
 
-from topr.commands import ArgumentParser, command
-from topr.distributed import end_rank_with_launcher, gather, rank, world_size
 from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
-from topr.identity import policy_hash
 from topr.io import InputError, check_folder, write_text
+from topr.io.commands import ArgumentParser, command
+from topr.io.distributed import end_rank_with_launcher, gather, rank, world_size
 from topr.policy import Policy, load_policy, own_device
 from topr.policy.model import empty_policy
+from topr.run.identity import policy_hash
 from topr.sampling import LocalSampler, ServerSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before

@@ -23,13 +23,13 @@ from topr.callbacks.board import TensorBoardExtras
 from topr.callbacks.export import ExportPolicy
 from topr.callbacks.preemption import Preemption
 from topr.callbacks.speed import Speed
-from topr.checkpoints import updates_before
-from topr.commands import OneSentenceErrors, command
 from topr.datamodule import TrajectoryDataModule
-from topr.distributed import end_rank_with_launcher, rank
 from topr.io import InputError, explained, first_line, lock, remove, write_text
+from topr.io.commands import OneSentenceErrors, command
+from topr.io.distributed import end_rank_with_launcher, rank
 from topr.module import PolicyModule
-from topr.runs import Run, new_run
+from topr.run.checkpoints import updates_before
+from topr.run.folder import Run, new_run
 
 DEFAULTS = {
     "max_epochs": 1,
@@ -39,7 +39,7 @@ DEFAULTS = {
         "class_path": "TensorBoardLogger",
         "init_args": {"save_dir": "runs", "default_hp_metric": False},
     },
-    "plugins": [{"class_path": "topr.checkpoints.AtomicCheckpointIO"}],
+    "plugins": [{"class_path": "topr.run.checkpoints.AtomicCheckpointIO"}],
 }
 
 

@@ -103,8 +103,8 @@ def make_policy(folder: Path, name: str) -> dict[str, int]:
 
 def make_trajectories(folder: Path, model: str, data: str, count: int) -> dict[str, float]:
     """Policy and trajectories, four to a prompt; returns tokens and FLOPs of an epoch."""
-    from topr.identity import provenance
     from topr.policy import load_policy
+    from topr.run.identity import provenance
     from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
     about = make_policy(folder / "policy", model)

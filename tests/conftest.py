@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
 from data.arithmetic.imitation import SYMBOLS, make_tokenizer
-from topr.identity import policy_hash, tokenizer_hash
 from topr.policy.files import load_tokenizer, resolve_policy, vocabulary_and_context
 from topr.policy.model import Policy, export_policy, load_policy
+from topr.run.identity import policy_hash, tokenizer_hash
 from topr.trajectories import Trajectory, add_log_probs, write_trajectories
 
 ROOT = Path(__file__).parent.parent

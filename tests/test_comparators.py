@@ -22,8 +22,8 @@ from topr.advantages import (
     groups_without_signal,
     place_in_group,
 )
-from topr.commands import ArgumentParser
 from topr.io import InputError
+from topr.io.commands import ArgumentParser
 from topr.losses import (
     CISPO,
     DPO,

@@ -6,8 +6,8 @@ import torch
 import transformers
 from conftest import make_policy, make_tokenizer, score
 
-from topr.distributed import stop_requested
 from topr.io import InputError
+from topr.io.distributed import stop_requested
 from topr.policy import Policy, export_policy, load_policy
 from topr.sampling import LocalSampler, Sampling, local
 from topr.sampling.local import Draft, Rows, sample_tokens

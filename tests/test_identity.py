@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import evaluate
 import train
 from topr.datamodule import TrajectoryDataModule
-from topr.identity import policy_hash
+from topr.run.identity import policy_hash
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main as trajectories

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train
-from topr.identity import policy_hash
 from topr.policy import Policy, export_policy, load_policy, load_tokenizer
+from topr.run.identity import policy_hash
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main
 

@@ -9,21 +9,22 @@ from conftest import ROOT
 
 # A file imports from its own level and from those before it. `topr` itself is topr/__init__.py.
 LEVELS = [
-    ["topr", "io", "commands", "settings", "distributed"],
+    ["topr", "io"],
     ["advantages"],
     ["losses", "batching", "optim"],
     ["policy"],
-    ["identity"],
+    ["run"],
     ["sampling", "trajectories"],
     ["tasks"],
     ["evaluation"],
     ["datamodule"],
-    ["statistics", "checkpoints", "runs"],
+    ["statistics"],
     ["module", "callbacks"],
     ["iterate"],
 ]
-EXTRAS = ["callbacks", "checkpoints", "commands", "iterate", "optim", "runs", "evaluation.live"]
+EXTRAS = ["callbacks", "io.commands", "iterate", "optim", "evaluation.live"]
 EXTRAS += ["evaluation.benchmarks", "evaluation.metrics", "evaluation.report"]
+EXTRAS += ["run.checkpoints", "run.folder"]
 EXTRAS += ["sampling.local", "sampling.server", "tasks.arithmetic", "tasks.equivalence"]
 EXTRAS += ["tasks.gsm8k", "tasks.math", "tasks.verifier"]
 EXTRAS += ["trajectories.curate", "trajectories.fields", "trajectories.importing"]

@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from topr.commands import ArgumentParser, command, printable
 from topr.io import InputError, atomic, check_folder, first_line, is_out_of_memory, lock, write_text
+from topr.io.commands import ArgumentParser, command, printable
 
 
 def names(folder) -> set[str]:

@@ -11,10 +11,11 @@ import pandas as pd
 import pytest
 from conftest import ROOT, make_policy
 
-from topr import commands, iterate
+from topr import iterate
 from topr.evaluation.pipeline import SamplingJob, read_parts
-from topr.identity import policy_hash
+from topr.io import commands
 from topr.policy import load_policy
+from topr.run.identity import policy_hash
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Grade, Task
 from topr.trajectories import add_log_probs, read_metadata, read_trajectories, write_trajectories

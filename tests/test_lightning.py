@@ -21,11 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from topr.advantages import GroupMean
 from topr.datamodule import TrajectoryDataModule
-from topr.identity import policy_hash
 from topr.io import InputError
 from topr.losses import TOPR
 from topr.module import PolicyModule
 from topr.policy.model import LoRA, export_policy, load_policy
+from topr.run.identity import policy_hash
 from topr.sampling import LocalSampler, Sampling
 from topr.tasks import Arithmetic
 from topr.trajectories import Trajectory, read_metadata, read_trajectories

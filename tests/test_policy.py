@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from topr.batching import pack
-from topr.identity import policy_hash, source_hash, tokenizer_hash
 from topr.io import InputError
 from topr.policy import encode_prompt, export_policy, load_policy, load_tokenizer, resolve_policy
 from topr.policy.sharding import full_state_dict
+from topr.run.identity import policy_hash, source_hash, tokenizer_hash
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier
 
 LAYER = "model.layers.1.mlp.up_proj.weight"

@@ -21,9 +21,9 @@ from data.claims.criteria import check, holds, load_claim, over_units, verdict
 from data.claims.experiments import Experiment, without_gradient
 from data.claims.reproduce import SETTINGS
 from data.claims.study import Study, add_peaks, best
-from topr.commands import ArgumentParser, command
 from topr.evaluation.report import cell as report_cell
 from topr.io import InputError
+from topr.io.commands import ArgumentParser, command
 
 CLAIMS = ROOT / "data" / "claims"
 REGIMES = ["standard", "strong"]

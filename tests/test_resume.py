@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torture import Command, assert_same_run, check_fit, curves
 
 import train
-from topr.checkpoints import AtomicCheckpointIO, updates_before
 from topr.io import InputError
+from topr.run.checkpoints import AtomicCheckpointIO, updates_before
 from topr.sampling import LocalSampler
 
 CHECKPOINT = "--trainer.callbacks.init_args"

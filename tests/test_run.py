@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from topr import losses
 from topr.datamodule import TrajectoryDataModule
-from topr.identity import file_hash, policy_hash
 from topr.module import PolicyModule
 from topr.policy.model import load_policy
+from topr.run.identity import file_hash, policy_hash
 from topr.tasks import Arithmetic
 from topr.trajectories import add_log_probs, read_metadata, read_trajectories
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import make_policy
 
-from topr.commands import ArgumentParser
 from topr.evaluation.pipeline import SamplingJob
 from topr.io import InputError
+from topr.io.commands import ArgumentParser
 from topr.policy import Policy, load_policy
 from topr.sampling import LocalSampler, Sampler, Sampling
 from topr.sampling.base import Response

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torture import curves, summary
 
 import train
-from topr.checkpoints import updates_before
+from topr.run.checkpoints import updates_before
 
 # the fixture makes all runs of two ranks in one launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sharding")]

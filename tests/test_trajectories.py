@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, make_trajectories, write
 
-from topr.identity import policy_hash
 from topr.io import InputError
+from topr.run.identity import policy_hash
 from topr.trajectories import SCHEMA, read_metadata, read_table, read_trajectories
 from topr.trajectories.file import resolve_files
 from topr.trajectories.rows import load_rows

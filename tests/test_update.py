@@ -378,7 +378,7 @@ def test_the_process_group_ends_before_the_interpreter(tmp_path):
 import atexit, sys
 import torch.distributed
 atexit.register(lambda: print(torch.distributed.is_initialized()))  # runs last
-import topr.distributed
+import topr.io.distributed
 torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
 """
     started = [sys.executable, "-c", code, f"file://{tmp_path}/store"]

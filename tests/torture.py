@@ -31,9 +31,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from topr.callbacks import export
-from topr.checkpoints import AtomicCheckpointIO
 from topr.evaluation import live, pipeline
 from topr.module import PolicyModule
+from topr.run.checkpoints import AtomicCheckpointIO
 from topr.sampling import LocalSampler
 from topr.trajectories import read_trajectories
 

@@ -10,7 +10,7 @@ import numpy as np
 from jsonargparse.typing import OpenUnitInterval, PositiveFloat
 
 from topr.io import InputError
-from topr.settings import Configurable
+from topr.io.settings import Configurable
 
 
 class Advantage(Configurable, ABC):

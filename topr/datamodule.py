@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
-from topr.distributed import rank, same_error_on_all_ranks, world_size
-from topr.identity import content_hash, source_hash
 from topr.io import InputError, check_folder, lock
+from topr.io.distributed import rank, same_error_on_all_ranks, world_size
+from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss
+from topr.run.identity import content_hash, source_hash
 from topr.sampling.base import Sampling
-from topr.settings import save_hyperparameters
 from topr.tasks.task import Task
 from topr.trajectories.training_set import TrainingSet, read_training_set
 

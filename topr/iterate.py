@@ -17,9 +17,9 @@ from pathlib import Path
 import pandas as pd
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from topr.commands import OneSentenceErrors, command
-from topr.distributed import die_with_parent
 from topr.io import check_folder, lock, write_text
+from topr.io.commands import OneSentenceErrors, command
+from topr.io.distributed import die_with_parent
 from topr.trajectories.curate import curate
 
 TRAIN = Path(__file__).parent.parent / "train.py"

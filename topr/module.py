@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topr.batching import MicroBatch, Update
 from topr.datamodule import ProblemBatch
-from topr.distributed import gather, same_error_on_all_ranks
-from topr.identity import check_fit, check_unchanged, decisive, policy_hash, weights_hash
 from topr.io import InputError, explained
+from topr.io.distributed import gather, same_error_on_all_ranks
+from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss, check_output
 from topr.policy.model import LoRA, Policy, load_policy
+from topr.run.identity import check_fit, check_unchanged, decisive, policy_hash, weights_hash
 from topr.sampling.base import Sampler
-from topr.settings import save_hyperparameters
 from topr.statistics import (
     Columns,
     check_finite,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from topr.advantages import groups_without_signal, positive_share_of
 from topr.batching import MicroBatch
-from topr.distributed import gather, same_error_on_all_ranks
 from topr.io import InputError
+from topr.io.distributed import gather, same_error_on_all_ranks
 from topr.losses.base import LossOutput, sum_tokens
 
 # of any sequence before the first update, where mu is this policy scored in float32

@@ -19,8 +19,8 @@ from numpy.random import Generator, default_rng
 
 from data.arithmetic.imitation import imitate, make_policy, make_tokenizer
 from data.arithmetic.problems import END, LETTERS, SEPARATORS, Setting, demonstration, problems_of
-from topr.commands import ArgumentParser, command
 from topr.io import write_text
+from topr.io.commands import ArgumentParser, command
 from topr.policy import export_policy, load_policy
 from topr.tasks import Arithmetic
 

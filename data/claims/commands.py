@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import yaml
 
-from topr.identity import content_hash, file_hash
 from topr.io import InputError, remove
+from topr.run.identity import content_hash, file_hash
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = yaml.safe_load((ROOT / "data/claims/commands.yaml").read_text())

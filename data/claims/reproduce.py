@@ -19,9 +19,9 @@ from jsonargparse.typing import PositiveInt
 from data.claims.commands import ROOT, Commands
 from data.claims.criteria import check, load_claim, summarise, verdict
 from data.claims.study import Study, add_peaks, best
-from topr.commands import ArgumentParser, command
 from topr.evaluation.report import draw, table
 from topr.io import InputError, check_folder, lock, write_text
+from topr.io.commands import ArgumentParser, command
 
 SETTINGS = yaml.safe_load((ROOT / "data/claims/settings.yaml").read_text())
 

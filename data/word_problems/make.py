@@ -15,8 +15,8 @@ from jsonargparse import auto_cli
 from jsonargparse.typing import PositiveInt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from topr.commands import ArgumentParser, command
 from topr.io import explained, write_text
+from topr.io.commands import ArgumentParser, command
 from topr.iterate import LOGGER, train
 from topr.policy import Policy, export_policy, load_tokenizer
 from topr.tasks import GSM8K, Problem

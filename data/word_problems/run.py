@@ -14,7 +14,7 @@ from jsonargparse import auto_cli
 from jsonargparse.typing import PositiveInt
 
 from data.claims.reproduce import SETTINGS, reproduce
-from topr.commands import ArgumentParser, command
+from topr.io.commands import ArgumentParser, command
 
 
 def run(

@@ -12,11 +12,11 @@ from topr.callbacks.speed import Speed
 from topr.evaluation import live
 from topr.evaluation.report import UNITS, Row, table
 from topr.io import write_text
+from topr.io.settings import plain
 from topr.module import PolicyModule
 from topr.policy.lora import merge_adapter
 from topr.policy.model import export_policy, load_policy
 from topr.policy.sharding import full_state_dict
-from topr.settings import plain
 
 CARD = Template(Path(__file__).with_name("card.md.jinja").read_text())
 

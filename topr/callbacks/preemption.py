@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
-from topr.distributed import Preempted, stop_requested
 from topr.io import atomic
+from topr.io.distributed import Preempted, stop_requested
 
 PREEMPTED = "preempted.ckpt"  # removed when training ends
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from topr.distributed import Preempted, gather, stop_requested
 from topr.evaluation.metrics import per_problem
 from topr.evaluation.metrics import summarise as with_intervals
+from topr.io.distributed import Preempted, gather, stop_requested
 from topr.policy.sharding import full_weights
 from topr.sampling.local import LocalSampler
 from topr.trajectories.file import Trajectory, write_trajectories

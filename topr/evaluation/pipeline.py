@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from topr.distributed import gather, rank, same_error_on_all_ranks, world_size
-from topr.identity import content_hash, provenance, source_hash
 from topr.io import InputError
+from topr.io.distributed import gather, rank, same_error_on_all_ranks, world_size
 from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
 from topr.policy.model import Policy
+from topr.run.identity import content_hash, provenance, source_hash
 from topr.sampling.base import Response, Sampler, Sampling
 from topr.tasks.task import Grade, Problem, Task, before
 from topr.trajectories.file import Trajectory, read_metadata, read_trajectories, write_trajectories

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from topr.io import InputError
-from topr.settings import Configurable
+from topr.io.settings import Configurable
 
 
 class LossOutput(NamedTuple):

@@ -14,8 +14,8 @@ from jsonargparse.typing import (
     restricted_string_type,
 )
 
+from topr.io.settings import Configurable
 from topr.policy.model import Policy
-from topr.settings import Configurable
 
 Ids = list[int]
 TopP: Any = restricted_number_type("TopP", float, [(">", 0), ("<=", 1)])

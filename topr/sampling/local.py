@@ -28,8 +28,8 @@ from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from topr.distributed import stop_requested
 from topr.io import InputError
+from topr.io.distributed import stop_requested
 from topr.policy import Policy
 from topr.sampling.base import Ids, Response, Sampler, Sampling
 

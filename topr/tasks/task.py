@@ -10,8 +10,8 @@ from typing import NamedTuple
 import yaml
 
 from topr.io import InputError
+from topr.io.settings import Configurable
 from topr.sampling.base import Sampling
-from topr.settings import Configurable
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 Prompt = str | list[dict[str, str]]  # text to continue, or chat messages to answer

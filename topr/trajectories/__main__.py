@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from topr.commands import ArgumentParser, command, printable
+from topr.io.commands import ArgumentParser, command, printable
 from topr.trajectories.curate import Way, curate, read_files
 from topr.trajectories.fields import FIELDS
 from topr.trajectories.file import expand_globs

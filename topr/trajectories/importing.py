@@ -55,8 +55,8 @@ def import_files(
     """
     import torch
 
-    from topr.identity import provenance
     from topr.policy import load_policy, own_device, vocabulary_and_context
+    from topr.run.identity import provenance
     from topr.trajectories.scoring import add_log_probs
 
     check_absent(out, overwrite)
@@ -116,8 +116,8 @@ def tokenise(
     policy: "Policy", prompt, response, reward: float, gold, finished, logprobs
 ) -> Trajectory:
     """The trajectory of found fields; log mu is what was stored, if anything."""
-    from topr.identity import content_hash
     from topr.policy import encode, encode_prompt
+    from topr.run.identity import content_hash
 
     finished = finished not in (False, "length")
     sampled = None

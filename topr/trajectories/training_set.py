@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from topr.distributed import rank
-from topr.identity import file_hash, tokenizer_hash
 from topr.io import InputError, explained
+from topr.io.distributed import rank
 from topr.policy.files import load_tokenizer, vocabulary_and_context
+from topr.run.identity import file_hash, tokenizer_hash
 from topr.trajectories.file import SCHEMA, read_metadata, read_table, resolve_files
 
 COLUMNS = ["prompt_ids", "response_ids", "ref_logprobs", "reward", "group", "sampled"]

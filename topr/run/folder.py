@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger
 
-from topr.checkpoints import newest
 from topr.io import check_folder
+from topr.run.checkpoints import newest
 
 FOLDER_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # which write to save_dir/name/version
 

@@ -1,4 +1,4 @@
-"""Errors for users, and files that are complete or absent."""
+"""Errors for users, files that are complete or absent; beside them arguments, settings, ranks."""
 
 import fcntl
 import os

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from topr.io import InputError, explained
+from topr.io.settings import describe, plain
 from topr.policy.files import load_config, load_generation_config, load_tokenizer, resolve_policy
-from topr.settings import describe, plain
 
 # keys of configs that say where and with what a policy was saved, not what it computes
 UNRELATED = [
