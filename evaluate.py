@@ -128,9 +128,9 @@ class Evaluation:
     def claim(self, jobs):
         """Write to `out` what its results are of. An InputError if it holds results of others."""
         verifier = self.verifier and policy_hash(self.verifier)
-        sampled = []
-        for key, jobs_of_seeds in jobs.items():
-            sampled.append([*key, *[job.responses_hash for job in jobs_of_seeds]])
+        sampled = [
+            [*names, *(job.responses_hash for job in of_seeds)] for names, of_seeds in jobs.items()
+        ]
         text = json.dumps([self.k, verifier, self.critiques, sampled])
         path = self.out / "arguments.json"
         check_folder("--out", self.out)
@@ -201,7 +201,7 @@ class Evaluation:
     def load(self, name: str) -> Policy:
         """A policy on this process's device, loaded unless it sampled last; sets the number of
         threads."""
-        if self.loaded is not None and self.loaded.name == name:
+        if self.loaded and self.loaded.name == name:
             return self.loaded
         self.loaded = None
         gc.collect()  # reference cycles may hold the policy before

@@ -622,6 +622,7 @@ MISFITS = {  # rows that no option reads as they are, options, words of the erro
     "no stored log-probs": (PLAIN, ["--log_mu=stored"], "--log_mu stored needs log-probs of all"),
     "scale": (PLAIN, ["--scale", "1"], "argument --scale: expected 2 arguments"),
     "threshold": (PLAIN | {"reward": "high"}, ["--threshold=1"], "could not convert string to"),
+    "NaN": (PLAIN | {"reward": float("nan")}, ["--threshold=1"], "the reward is NaN or infinite"),
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 peers/bin/python tests/trl_words.py kto --policy BASE --data FILE --rate 1e-5 --out DIR
 
 Writes a policy to DIR, and prints minutes and peak memory; `train.py predict` measures the policy.
-As in the study: AdamW at a constant rate, batches of 64 trajectories, one epoch, bfloat16
+As in the study: AdamW at a constant rate, 60 updates of 32 trajectories (16 pairs), bfloat16
 arithmetic over float32 weights.
 """
 
@@ -23,7 +23,8 @@ from peers import PER_DEVICE, datasets_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama  # noqa: F401 - loaded lazily
 
-BATCH_SIZE = 64
+BATCH_SIZE = 32  # trajectories of an update
+UPDATES = 60
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
         output_dir=str(args.out),
         per_device_train_batch_size=PER_DEVICE[args.loss] // (2 if args.loss == "dpo" else 1),
         gradient_accumulation_steps=BATCH_SIZE // PER_DEVICE[args.loss],
-        num_train_epochs=1,
+        max_steps=UPDATES,
         learning_rate=args.rate,
         lr_scheduler_type="constant",
         weight_decay=0.01,  # torch's default

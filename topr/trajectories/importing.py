@@ -105,11 +105,15 @@ def import_files(
 
 
 def as_number(reward, threshold: float | None, scale: tuple[float, float] | None) -> float:
-    """A reward by a threshold or a scale, else as it is; a boolean is +-1."""
+    """A reward by a threshold or a scale, else as it is; a boolean is +-1. A ValueError if it is
+    NaN or infinite."""
+    value = float(reward)
+    if not np.isfinite(value):
+        raise ValueError("the reward is NaN or infinite")
     if threshold is not None:
-        return 1.0 if float(reward) >= threshold else -1.0
+        return 1.0 if value >= threshold else -1.0
     low, high = scale or ((0, 1) if isinstance(reward, bool) else (-1, 1))
-    return 2 * (float(reward) - low) / (high - low) - 1
+    return 2 * (value - low) / (high - low) - 1
 
 
 def tokenise(
