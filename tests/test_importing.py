@@ -522,7 +522,7 @@ def test_the_difference_of_stored_log_probs_is_reported_and_trained_if_asked_for
         for row, t, gap in zip(TOKEN_ROWS, scored, gaps, strict=True)
     ]
     # of six tokens 2 in all, of two sequences 0.5 and 1
-    words = "log mu: 0.333 a token, 0.75 a sequence, at most 1:"
+    words = "log mu: 0.333 a token, 0.75 a sequence, at most 1;"
     for log_mu, start in (("rescored", [0, 0]), ("stored", [0.5, 1])):
         _, out = imported(run, chat, rows, f"--log_mu={log_mu}")
         assert words in out
@@ -579,9 +579,14 @@ MALFORMED = {  # a row that is accepted, the changes that make it bad, words of 
     "lists": (MANY, {"reward": [1]}, "lists of {'response': 2, 'reward': 1}, expected a reward"),
     "rewards of steps": (PLAIN, {"reward": [1, 0]}, "rewards of steps, as in PRM800K"),
     "no ids of the policy": (IDS, {"response_ids": [280]}, "a token id is not in the vocabulary"),
-    "log-probs": (IDS, {"logprobs": [-1.0]}, "2 token ids have 1 log-probs"),
+    "log-probs": (IDS, {"logprobs": [-1.0]}, "up to 0, one for each token id of the response"),
+    "NaN as log-prob": (IDS, {"logprobs": [-1.0, float("nan")]}, "must be finite numbers up to 0"),
+    "probabilities": (IDS, {"logprobs": [0.9, 0.5]}, "must be finite numbers up to 0"),
+    "infinite log-prob": (IDS, {"logprobs": [-1.0, -float("inf")]}, "must be finite numbers up to"),
+    "id of padding": (IDS, {"response_ids": [70, -100]}, "row 2 cannot be imported"),
     "null log-prob": (IDS, {"logprobs": [None, -1.0]}, "not supported between instances of"),
-    "reward": (PLAIN, {"reward": "high"}, "could not convert string to float"),
+    "reward": (PLAIN, {"reward": "high"}, "could not convert string to float: 'high'): {'prompt':"),
+    "null prompt": (PLAIN, {"prompt": None}, "no prompt was found"),
     "half a pair": (PLAIN, {"gold": "\ud800"}, "'utf-8' codec can't encode"),
     "empty response": (PLAIN, {"response": "", "finished": False}, "response is empty; drop"),
 }
@@ -621,6 +626,7 @@ MISFITS = {  # rows that no option reads as they are, options, words of the erro
     "no expression": (PLAIN, ["--reward=score >"], "a path or a Jinja expression (unexpected"),
     "no stored log-probs": (PLAIN, ["--log_mu=stored"], "--log_mu stored needs log-probs of all"),
     "scale": (PLAIN, ["--scale", "1"], "argument --scale: expected 2 arguments"),
+    "empty scale": (PLAIN, ["--scale", "1", "1"], "division by zero"),
     "threshold": (PLAIN | {"reward": "high"}, ["--threshold=1"], "could not convert string to"),
     "NaN": (PLAIN | {"reward": float("nan")}, ["--threshold=1"], "the reward is NaN or infinite"),
 }  # fmt: skip

@@ -84,7 +84,7 @@ def test_the_exported_policy_says_what_it_is(fitted):
     assert card.data.library_name == "transformers"
     assert re.search(r"\| after \| (\S+) \[", card.text)[1] == f"{100 * after['pass@1']:.1f}"
     (data,) = policy.parent.glob("train.parquet")
-    for part in (policy, "3 updates", "topr.losses.topr.TOPR", file_hash(data)):
+    for part in (policy, "3 updates of TOPR", "topr.losses.topr.TOPR", file_hash(data)):
         assert str(part) in card.text
 
 
@@ -93,10 +93,14 @@ def test_an_export_in_bfloat16_is_the_rounded_policy(run, setting, lora):
     _, arguments = setting
     policies = []
     for wide in ("false", "true"):
-        given = [*arguments, *lora, "--data.batch_size=8", "--data.test=null"]
+        kto = ["--config", ROOT / "configs" / "loss" / "kto.yaml"]
+        given = [*arguments, *kto, *lora, "--data.batch_size=8", "--data.test=null"]
         code, _, err = run(train.main, "fit", *given, f"--export.bfloat16={wide}")
         assert code == 0, err
-        policies.append(run.folder / "runs" / "arithmetic" / f"version_{len(policies)}" / "policy")
+        policies.append(
+            run.folder / "runs" / "arithmetic-kto" / f"version_{len(policies)}" / "policy"
+        )
+        assert "updates of KTO" in (policies[-1] / "README.md").read_text()
     full, rounded = map(AutoModelForCausalLM.from_pretrained, policies)
     assert (full.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     for (name, weight), other in zip(full.named_parameters(), rounded.parameters(), strict=True):

@@ -142,7 +142,7 @@ def draw_pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator
     if len(kept) == 0:
         raise InputError(
             "data.train: no group holds both a positive and a negative",
-            "this loss needs such pairs",
+            "this loss needs such pairs; import rewards 0 and 1 with --scale 0 1",
         )
     return np.stack((kept[positive[kept]], kept[~positive[kept]]), axis=1)
 

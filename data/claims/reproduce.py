@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -58,7 +57,7 @@ def reproduce(
     study = Study(commands, workers, setting, list(range(1, 1 + (seeds or setting["seeds"]))))
     commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty")
     report: dict = {
-        "made": f"`python {shlex.join(sys.argv)}`, commit {commit}, {platform.machine()}",
+        "made": f"`python {shlex.join(sys.argv)}`, commit {commit}",
         "setting": setting,
         "claims": [],
     }

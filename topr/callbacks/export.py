@@ -72,16 +72,15 @@ class ExportPolicy(Callback):
             export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
-        write_text(path / "README.md", self.model_card(folder, pl_module))
+        write_text(path / "README.md", self.model_card(pl_module))
         write_text(
             folder / "summary.json", json.dumps(self.summarise(trainer, pl_module), indent=2) + "\n"
         )
         print(f"policy/ and summary.json are in {folder}")
 
-    def model_card(self, folder: Path, module: PolicyModule) -> str:
+    def model_card(self, module: PolicyModule) -> str:
         """README.md of policy/: its loss, its figures, and hashes of all that decided them."""
         return CARD.render(
-            name=folder.parent.name,
             policy=module.policy_name,
             updates=module.global_step,
             figures=f"{table(self.measured)}\n{UNITS}\n\n" if self.measured else "",

@@ -44,8 +44,9 @@ class SamplingJob:
             self.prompts.append((text, ids))
             if len(ids) + self.sampling.max_new_tokens > context:
                 raise InputError(
-                    f"problem {problem.id!r}: {len(ids)} prompt tokens and max_new_tokens = "
-                    f"{self.sampling.max_new_tokens} exceed the policy's context of {context}",
+                    f"{self.task.name}, problem {problem.id!r}: {len(ids)} prompt tokens and "
+                    f"max_new_tokens = {self.sampling.max_new_tokens} exceed the policy's context "
+                    f"of {context}",
                     "lower the latter",
                 )
 

@@ -48,11 +48,6 @@ def explained(what: str, errors=Exception, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{what} ({first_line(error)})", remedy) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch or CUDA ran out of memory."""
-    return bool(re.search(r"(?i)(out of|allocate|enough) memory|MemoryError", repr(error)))
-
-
 def check_folder(name: str, path: StrPath):
     """Raise an InputError if the folder `path` cannot be created or written, before work starts."""
     existing = Path(path).absolute()

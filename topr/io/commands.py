@@ -10,8 +10,10 @@ from typing import NoReturn
 
 import jsonargparse
 
-from topr.io import InputError, first_line, is_out_of_memory
+from topr.io import InputError, first_line
 
+# of Python, torch and CUDA
+OUT_OF_MEMORY = r"(?i)(out of|allocate|enough) memory|MemoryError"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,7 +55,7 @@ def command() -> Iterator[None]:
             raise
         message = f"the disk is full ({error.filename}): make room and start again"
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not re.search(OUT_OF_MEMORY, repr(error)):
             raise
         message = (
             f"out of memory ({first_line(error)}); lower microbatch_tokens or the sampler's rows, "
@@ -61,7 +63,7 @@ def command() -> Iterator[None]:
         )
     else:
         return
-    sentence = printable(" ".join(message.split()), limit=450)  # it may quote the input
+    sentence = printable(" ".join(message.split()), 600)  # it may quote the input
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(2)
 
