@@ -41,6 +41,6 @@ def test_the_first_trajectories_are_shown_in_readable_text(run, tmp_path, policy
     write(tmp_path / "a.parquet", policy, rows)
     _, text, _ = run(main, "inspect", "a.parquet")
     _, first, second = text.split("--- ")
-    assert first.startswith("reward 1.0, answer None, gold 8\n[prompt]\n")
+    assert first.startswith("reward 1, answer None, gold 8\n[prompt]\n")
     assert "\x1b" not in first and "\\x1b[2Ja" in first  # it must not steer the terminal
     assert first.endswith("a…\n\n") and second.endswith("[response]\nline 1\nnext\n")

@@ -26,7 +26,7 @@ def inspect(files: list[str]):
     rows["log_mu"] = rows.pop("ref_logprobs").map(np.sum)
     print(rows.describe(include="all").T.to_string(float_format="{:,.4g}".format, na_rep=""))
     for row in table.slice(0, 2).to_pylist():
-        print(f"\n--- reward {row['reward']}, answer {row['answer']}, gold {row['gold']}")
+        print(f"\n--- reward {row['reward']:.4g}, answer {row['answer']}, gold {row['gold']}")
         for key in ("prompt", "response"):
             print(f"[{key}]\n{printable(row[key], 1000)}")
 
