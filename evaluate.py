@@ -128,9 +128,9 @@ class Evaluation:
     def claim(self, jobs):
         """Write to `out` what its results are of. An InputError if it holds results of others."""
         verifier = self.verifier and policy_hash(self.verifier)
-        sampled = [
-            [*names, *(job.responses_hash for job in of_seeds)] for names, of_seeds in jobs.items()
-        ]
+        sampled = []
+        for key, jobs_of_seeds in jobs.items():
+            sampled.append([*key, *[job.responses_hash for job in jobs_of_seeds]])
         text = json.dumps([self.k, verifier, self.critiques, sampled])
         path = self.out / "arguments.json"
         check_folder("--out", self.out)

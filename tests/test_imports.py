@@ -18,7 +18,6 @@ LEVELS = [
     ["tasks"],
     ["evaluation"],
     ["datamodule"],
-    ["statistics"],
     ["module", "callbacks"],
     ["iterate"],
 ]

@@ -7,7 +7,7 @@ import pytest
 from conftest import make_trajectories, rejected, write
 from test_update import fit, fit_arguments
 
-from topr.statistics import statistics
+from topr.losses.statistics import statistics
 
 COLUMNS = ["reward", "advantage", "length", "loss", "objective", "log_ratio", "weight"]
 COLUMNS += ["truncated", "gradient", "group"]

@@ -23,10 +23,7 @@ from topr.io import InputError, explained
 from topr.io.distributed import gather, same_error_on_all_ranks
 from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss, check_output
-from topr.policy.model import LoRA, Policy, load_policy
-from topr.run.identity import check_fit, check_unchanged, decisive, policy_hash, weights_hash
-from topr.sampling.base import Sampler
-from topr.statistics import (
+from topr.losses.statistics import (
     Columns,
     check_finite,
     check_start,
@@ -34,6 +31,9 @@ from topr.statistics import (
     gather_columns,
     statistics,
 )
+from topr.policy.model import LoRA, Policy, load_policy
+from topr.run.identity import check_fit, check_unchanged, decisive, policy_hash, weights_hash
+from topr.sampling.base import Sampler
 from topr.tasks.task import Task
 from topr.trajectories.file import Trajectory
 
@@ -172,7 +172,7 @@ class PolicyModule(LightningModule):
             return [optimizer], [self.lr_scheduler(optimizer)]
 
     def training_step(self, update: Update, batch_idx) -> dict[str, Columns]:
-        """One update. Returns the columns of `topr.statistics`, for callbacks."""
+        """One update. Returns the columns of `topr.losses.statistics`, for callbacks."""
         optimizer: Any = self.optimizers()
         parts = []
         for number, part in enumerate(update.micro_batches):  # equally many on every rank
@@ -220,7 +220,7 @@ class PolicyModule(LightningModule):
 
     def check_update(self, columns: Columns, norm: float):
         """End the run before an update that would do harm; before the first one, compare log pi
-        with log mu. See `topr.statistics`."""
+        with log mu. See `topr.losses.statistics`."""
         data = getattr(self.trainer.train_dataloader, "data", None)
         check_finite(columns, norm, self.global_step + 1, data)
         if self.max_abs_log_ratio is None:

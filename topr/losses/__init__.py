@@ -1,5 +1,5 @@
-"""Losses on stored trajectories: pure functions of log-probs, chosen by `class_path`.
-Not here: advantages, models, loggers, trainers."""
+"""Losses on stored trajectories: pure functions of log-probs, chosen by `class_path`; statistics of
+what they did. Not here: advantages, models, loggers, trainers."""
 
 from topr import lazy
 

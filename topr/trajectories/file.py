@@ -54,7 +54,6 @@ COLUMNS = {
 NULLABLE = ("valid", "answer", "gold", "sampled")
 SCHEMA = pa.schema([pa.field(name, kind, name in NULLABLE) for name, kind in COLUMNS.items()])
 SCHEMA_VERSION = 1
-ROUNDING = 0.01  # above 0: an engine's log-prob of a certain token
 METADATA_KEYS = ("schema", "task", "tokenizer", "policy", "precision", "sampling", "iteration")
 
 
@@ -128,8 +127,8 @@ def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np
             conversation & ~_outside(table["sampled"], 0, 0)
         ),
         f"an id is null or outside [0, {vocabulary - 1}]": unknown_id,
-        "ref_logprobs must be finite numbers up to 0": _outside(
-            table["ref_logprobs"], -LARGEST, ROUNDING
+        "ref_logprobs must be numbers from -1000000 to 0": _outside(
+            table["ref_logprobs"], -LARGEST, 0
         ),
         f"the reward is NaN or beyond +-{LARGEST:.0f}": unusable_reward,
         f"it holds more tokens than {limit}": prompt + response > max_tokens,

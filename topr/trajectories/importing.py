@@ -9,7 +9,7 @@ from jsonargparse.typing import PositiveInt
 
 from topr.io import LARGEST, InputError, check_absent, explained, first_line
 from topr.trajectories.fields import FIELDS, Expressions, find_fields, uniform
-from topr.trajectories.file import ROUNDING, Trajectory, write_trajectories
+from topr.trajectories.file import Trajectory, write_trajectories
 from topr.trajectories.rows import load_rows
 
 if TYPE_CHECKING:
@@ -130,8 +130,9 @@ def tokenise(
         prompt_ids, response_ids = prompt, response
         if max(prompt_ids + response_ids) >= len(policy.tokenizer):
             raise InputError("a token id is not in the vocabulary of --policy")
+        # of a certain token an engine's log-prob can round to above 0
         if len(logprobs or response_ids) != len(response_ids) or not all(
-            -LARGEST <= value <= ROUNDING for value in logprobs or []
+            -LARGEST <= value <= 0.01 for value in logprobs or []
         ):
             raise InputError(
                 "log-probs must be finite numbers up to 0, one for each token id of the response",
@@ -162,7 +163,7 @@ def tokenise(
         prompt_ids=prompt_ids,
         response=response,
         response_ids=response_ids,
-        ref_logprobs=logprobs or [],
+        ref_logprobs=[min(value, 0.0) for value in logprobs or []],
         reward=reward,
         finished=finished,
         gold=None if gold is None else str(gold),
