@@ -1,12 +1,13 @@
-"""Intervals over seeds or problems, and whether the parts of a claim hold.
+"""Intervals over seeds and problems, and whether the parts of a claim hold.
 
-Results are one table: its index has the levels `unit` and `metric`, its columns are labelled runs,
-and whatever else has these metrics.
+Results are one table: its index has the levels `seed`, `problem` (0 is the mean of all) and
+`metric`, its columns are labelled runs, and whatever else has these metrics.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import yaml
 from jinja2 import StrictUndefined, Template
@@ -22,14 +23,29 @@ def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
 
 
 def over_units(values: pd.Series) -> dict:
-    """Mean, 95% t-interval and the values, one for each unit."""
-    mean = values.mean()
-    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
-    return {"mean": mean, "interval": [mean - half, mean + half], "values": values.tolist()}
+    """Mean, 95% t-interval and the seeds' means, of values by seed and problem.
+
+    Both are random: the variance of the mean is that of a two-way table without repetition, the
+    degrees of freedom are Satterthwaite's. Of one seed the interval is over problems, and of one
+    problem over seeds.
+    """
+    table = values.unstack("problem").to_numpy()
+    seeds = table.mean(axis=1)
+    problems = table.mean(axis=0)
+    rest = table - seeds[:, None] - problems
+    freedom = np.maximum(np.subtract(table.shape, 1), 1)  # of one alone the variance is 0
+    freedom = np.append(freedom, freedom.prod())
+    parts = [seeds.var(), problems.var(), rest.var()] / freedom
+    # the first two each hold the rest, which counts once; none may become negative
+    variance = parts[:2].sum() - parts.min()
+    degrees = variance**2 / (parts**2 / freedom).sum() if variance else table.size - 1
+    mean = seeds.mean()
+    half = stats.t.ppf(0.975, degrees) * variance**0.5
+    return {"mean": mean, "interval": [mean - half, mean + half], "values": seeds.tolist()}
 
 
 def evaluated(results: pd.DataFrame, row: str) -> pd.DataFrame:
-    """A column of the results, or an expression of columns: by unit and metric."""
+    """A column of the results, or an expression of columns: by seed, problem and metric."""
     values = results[row] if row in results else results.eval(row)
     return values.unstack("metric").round(5)
 

@@ -12,6 +12,7 @@ from data.claims.commands import Commands
 from data.claims.experiments import Experiment
 
 Runs = dict[str, dict]  # arguments of an experiment, by label
+LEVELS = ["seed", "problem", "metric"]  # of the index of results
 Gains = dict[float, list[float]]  # by learning rate, one for each tuning seed
 
 
@@ -40,13 +41,13 @@ class Study:
             rows = getattr(one, experiment)(label, **runs[label])
             table = pd.DataFrame(rows)  # by metric, or by problem and metric
             if table.index.nlevels == 1:
-                table = pd.concat({seed: table})
-            return table.rename_axis(["unit", "metric"])
+                table = pd.concat({0: table})
+            return pd.concat({seed: table}, names=LEVELS)
 
         jobs = list(product(seeds, runs))
         with ThreadPool(self.workers) as pool:
             tables = list(tqdm(pool.imap(perform, jobs), experiment, len(jobs)))
-        return pd.concat(tables).groupby(["unit", "metric"], sort=False).mean()
+        return pd.concat(tables).groupby(LEVELS, sort=False).mean()
 
     def tune(self, runs: Runs, experiment: str) -> dict[str, Gains]:
         """What pass@1 on validation gains at each rate, for the runs without a rate."""

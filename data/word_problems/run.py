@@ -6,7 +6,6 @@ python data/word_problems/run.py --policy HuggingFaceTB/SmolLM2-135M-Instruct
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,9 +30,9 @@ def run(
         out: folder to write
         workers: commands that run at once, on a core each
     """
-    regime: Any = "words_quick" if quick else "words"
-    SETTINGS[regime]["base"] = policy
-    reproduce(regime=regime, out=out, workers=workers)
+    for regime in ("words", "words_quick"):
+        SETTINGS[regime]["base"] = policy
+    reproduce(regime="words_quick" if quick else "words", out=out, workers=workers)
 
 
 if __name__ == "__main__":
