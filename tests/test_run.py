@@ -59,7 +59,6 @@ def test_fit_writes_a_summary(fitted):
         assert set(summary[when]) >= MEASURED
         assert (summary[when]["problems"], summary[when]["samples"]) == (5, 3)
     assert (summary["steps"], summary["trajectories"]) == (3, 23)
-    assert summary["tokens_per_s"] > 0
     assert summary["max_abs_log_ratio_at_start"] < 1e-4
 
 

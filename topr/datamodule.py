@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
 from topr.io import InputError, check_folder, lock
-from topr.io.distributed import rank, same_error_on_all_ranks, world_size
+from topr.io.distributed import gather, rank, same_error_on_all_ranks, world_size
 from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss
 from topr.run.identity import content_hash, source_hash
@@ -255,9 +255,12 @@ class TrajectoryDataModule(LightningDataModule):
                     self.lock = lock(self.out)
 
     def teardown(self, stage: str):
-        """Let other processes write to data.out again."""
-        if hasattr(self, "lock"):
+        """When every rank has written its predictions, let other processes write to data.out."""
+        gather(None)
+        if stage == "predict" and hasattr(self, "lock"):
             self.lock.close()
+            if not self.trainer.fast_dev_run:
+                print(f"trajectories are under {self.out}")
 
     def _setup_training(self):
         """Read the training set, plan the first epoch, and say what the data are like."""
@@ -330,10 +333,7 @@ class TrajectoryDataModule(LightningDataModule):
             return None
         samples = self.val_samples if split == "val" else self.samples
         precision = self.trainer.precision if self.trainer else "32-true"
-        try:
-            problems = self.task.problems(source)
-        except InputError as error:
-            raise InputError(f"data.{split}: {error}") from error
+        problems = self.task.problems(source)
         if self.trainer and self.trainer.fast_dev_run:
             problems = problems[:2]
             samples = 2

@@ -251,14 +251,6 @@ class PolicyModule(LightningModule):
 
         return predict(self, batch)
 
-    def on_predict_end(self):
-        """Say where the trajectories are, when every rank has written its files."""
-        gather(None)
-        trainer: Any = self.trainer
-        folder = getattr(trainer.datamodule, "out", None)
-        if folder is not None and trainer.is_global_zero and not trainer.fast_dev_run:
-            print(f"trajectories are under {folder}")
-
     def evaluate(self, split: str, batch: ProblemBatch) -> list[Trajectory]:
         """Sample and grade responses, and log the metrics over the problems of all ranks at the
         number of updates made. Lightning's own logging would take that of the last update, and

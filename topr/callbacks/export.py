@@ -8,7 +8,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from topr.callbacks.speed import Speed
 from topr.evaluation import live
 from topr.evaluation.report import UNITS, Row, table
 from topr.io import write_text
@@ -99,7 +98,4 @@ class ExportPolicy(Callback):
         if data is not None:
             summary["trajectories"] = len(data.data.reward)
         summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
-        for callback in trainer.callbacks:
-            if isinstance(callback, Speed):
-                summary["tokens_per_s"] = callback.tokens_per_second
         return summary

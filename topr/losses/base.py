@@ -67,11 +67,11 @@ def mean_tokens(value_N: Tensor, length_B: Tensor) -> Tensor:
 def whole_response_output(loss_B: Tensor, log_ratio_B: Tensor, weight_B: Tensor) -> LossOutput:
     """The output of a loss of whole responses that maximises -loss and truncates nothing."""
     return LossOutput(
-        loss_B=loss_B,
-        objective_B=-loss_B.detach(),
-        log_ratio_B=log_ratio_B.detach(),
-        weight_B=weight_B.detach(),
-        truncated_B=torch.zeros_like(log_ratio_B),
+        loss_B,
+        -loss_B.detach(),
+        log_ratio_B.detach(),
+        weight_B.detach(),
+        torch.zeros_like(log_ratio_B),
     )
 
 

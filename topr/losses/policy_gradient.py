@@ -65,12 +65,12 @@ class MaskedPPO(PPO):
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         output = super().__call__(log_probs_N, ref_log_probs_N, length_B, advantage_B)
-        dropped_B = (advantage_B < 0) & (output.log_ratio_B / length_B < -self.delta)
+        kept_B = (advantage_B >= 0) | (output.log_ratio_B / length_B >= -self.delta)
         return output._replace(
-            loss_B=output.loss_B.masked_fill(dropped_B, 0),
-            objective_B=output.objective_B.masked_fill(dropped_B, 0),
-            weight_B=output.weight_B.masked_fill(dropped_B, 0),
-            truncated_B=output.truncated_B.masked_fill(dropped_B, 1),
+            loss_B=output.loss_B * kept_B,
+            objective_B=output.objective_B * kept_B,
+            weight_B=output.weight_B * kept_B,
+            truncated_B=output.truncated_B.where(kept_B, 1.0),
         )
 
 
@@ -123,11 +123,11 @@ class WeightedLoss(Loss):
         weight_N, truncated_N = self.weights(exp_ratio(log_ratio_N), advantage_N)
         objective_B = advantage_B * sum_tokens(weight_N * log_probs_N, length_B)
         return LossOutput(
-            loss_B=-objective_B / length_B,
-            objective_B=objective_B.detach(),
-            log_ratio_B=sum_tokens(log_ratio_N, length_B),
-            weight_B=mean_tokens(weight_N, length_B),
-            truncated_B=mean_tokens(truncated_N.to(weight_N), length_B),
+            -objective_B / length_B,
+            objective_B.detach(),
+            sum_tokens(log_ratio_N, length_B),
+            mean_tokens(weight_N, length_B),
+            mean_tokens(truncated_N.to(weight_N), length_B),
         )
 
 

@@ -102,14 +102,15 @@ def map_rows(files: list[str], hashes: list[str]):
     for path, content in zip(files, hashes, strict=True):
         stored = pq.read_schema(path).names
         with explained(f"the cache of data.train in {cache} cannot be written"):
-            part = datasets.load_dataset(
-                "parquet",
-                data_files=path,
-                columns=[name for name in COLUMNS if name in stored],
-                features=datasets.Features.from_arrow_schema(SCHEMA),
-                split="train",
-                # its own cache would know a file by its path and time
-                cache_dir=Path(cache, content),
+            parts.append(
+                datasets.load_dataset(
+                    "parquet",
+                    data_files=path,
+                    columns=[name for name in COLUMNS if name in stored],
+                    features=datasets.Features.from_arrow_schema(SCHEMA),
+                    split="train",
+                    # its own cache would know a file by its path and time
+                    cache_dir=Path(cache, content),
+                )
             )
-            parts.append(part)
     return datasets.concatenate_datasets(parts).with_format("arrow")
