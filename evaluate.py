@@ -106,8 +106,8 @@ class Evaluation:
                 metadata.append(job.metadata)
             values = sum(by_seed) / self.seeds
             rows = results.setdefault(policy, {})
-            rows[name] = {"problems": len(job.problems), "samples": job.samples}
-            rows[name] |= summarise(values, self.seed)
+            counts = {"problems": len(job.problems), "samples": job.samples}
+            rows[name] = counts | summarise(values, self.seed)
             if self.seeds > 1:
                 rows[f"{name}, over seeds"] = summarise(
                     pd.DataFrame([metrics.mean() for metrics in by_seed]), self.seed

@@ -90,21 +90,31 @@ def test_a_changed_grader_changes_an_evaluation(run, tiny, task):
     assert len(list(Path("out").glob("responses/*/*.parquet"))) == 1
 
 
-def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task):
+HELPERS = {"helper.py": "from deeper import ZERO\n\nEVEN = ZERO\n", "deeper.py": "ZERO = 0\n"}
+
+
+@pytest.mark.parametrize(
+    ("file", "code"), [("helper.py", "EVEN = 1\n"), ("deeper.py", "ZERO = 1\n")]
+)
+def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task, file, code):
+    """A constant, directly or by way of another module."""
     _, arguments = tiny
     predict = ["predict", *arguments, "--model.task=my_task.Parity", "--data.out=out"]
     task("==")
-    code = Path("my_task.py").read_text().replace("len(response) % 2 == 0", "even(response)")
-    Path("my_task.py").write_text("from helper import even\n" + code)
-    Path("helper.py").write_text("def even(text):\n    return len(text) % 2 == 0\n")
+    grader = Path("my_task.py").read_text().replace("% 2 == 0", "% 2 == EVEN")
+    Path("my_task.py").write_text("from helper import EVEN\n" + grader)
+    for name, text in HELPERS.items():
+        Path(name).write_text(text)
     succeed(run, train.main, *predict)
     _, before = grades(Path("out"))
-    Path("helper.py").write_text("def even(text):\n    return len(text) % 2 != 0\n")
-    for name in ("my_task", "helper"):
+    Path(file).write_text(code)
+    for name in ("my_task", "helper", "deeper"):
         sys.modules.pop(name)
     assert "graded again" in succeed(run, train.main, *predict)
     assert grades(Path("out"))[1] == [-reward for reward in before]
-    sys.modules.pop("helper")
+    assert "graded again" not in succeed(run, train.main, *predict)
+    for name in ("helper", "deeper"):
+        sys.modules.pop(name, None)
 
 
 def test_a_changed_gold_answer_is_graded_again(run, tiny):
@@ -168,6 +178,7 @@ CHANGES = {
     "seed_everything, data.val, data.test, data.sampling or the task": ["--seed_everything=7"],
     "data.val, data.test, data.sampling or the task": ["--data.samples=2"],
     "trainer.precision": ["--trainer.precision=bf16-mixed"],
+    "trainer.limit_train_batches": ["--trainer.limit_train_batches=2"],
 }
 
 

@@ -56,8 +56,8 @@ class Study:
         rated = {
             f"{label} {rate}": runs[label] | {"rate": rate} for rate, label in product(rates, tuned)
         }
-        ends = self.run(experiment, rated, self.setting["tuning_seeds"], "val", 4)
-        ends = ends.xs("pass@1", level="metric")
+        results = self.run(experiment, rated, self.setting["tuning_seeds"], "val", 4)
+        ends = results.xs("pass@1", level="metric")
         gained = ends.sub(ends["before training"], axis="index").round(5)
         gains = {}
         for label in tuned:

@@ -91,9 +91,10 @@ class ExportPolicy(Callback):
         data = trainer.datamodule
         summary: dict = {}
         for when, row in self.measured.items():
-            summary[when] = {name: value["mean"] for name, value in row.items()}
-            summary[when]["problems"] = len(data.job("test").problems)
-            summary[when]["samples"] = data.samples
+            summary[when] = {name: value["mean"] for name, value in row.items()} | {
+                "problems": len(data.job("test").problems),
+                "samples": data.samples,
+            }
         summary["steps"] = trainer.global_step
         if data is not None:
             summary["trajectories"] = len(data.data.reward)

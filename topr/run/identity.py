@@ -6,6 +6,7 @@ Nothing is recognised by its name, its path or a part of it.
 import hashlib
 import inspect
 import json
+import re
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -44,21 +45,21 @@ def file_hash(path: str | Path) -> str:
 def source_hash(part) -> str:
     """Hash of what a task, a loss or an advantage computes: the source of its class's modules, of
     those beside them that they import, its `sources` if it has any, and its settings."""
-    files = set(getattr(part, "sources", []))
+    files = list(getattr(part, "sources", []))
     sources = []
     for kind in type(part).__mro__:
-        module = sys.modules[kind.__module__]
-        file = getattr(module, "__file__", None)
+        if kind.__module__ in sys.stdlib_module_names:
+            continue  # an upgrade of Python computes the same
+        file = getattr(sys.modules[kind.__module__], "__file__", None)
         if file:
-            files.add(Path(file))
-            for value in vars(module).values():
-                home = getattr(value, "__module__", getattr(value, "__name__", ""))
-                path = Path(getattr(sys.modules.get(home), "__file__", None) or "")
-                if path.parent == Path(file).parent:
-                    files.add(path)
-        elif kind is not object:
+            files.append(Path(file))
+        else:
             sources.append(inspect.getsource(kind))  # of a notebook
-    sources += sorted(map(file_hash, files))
+    for file in files:  # which grow
+        for line in re.findall(r"^\s*(?:from|import) .*", file.read_text(), re.MULTILINE):
+            beside = [file.with_name(f"{word}.py") for word in re.findall(r"\w+", line)]
+            files += {path for path in beside if path.exists()}.difference(files)
+    sources += sorted(map(file_hash, set(files)))
     settings = {name: value for name, value in vars(part).items() if name != "init_args"}
     return content_hash(type(part).__qualname__, sources, settings)
 
@@ -126,6 +127,7 @@ def decisive(module) -> dict:
         "model.weights": module.weights and file_hash(module.weights),
         "model.policy": policy_hash(module.policy_name),
         "trainer.precision": module.trainer.precision,
+        "trainer.limit_train_batches": module.trainer.limit_train_batches,
     }
     data = module.trainer.datamodule
     return found | plain(data.decisive()) if data else found
