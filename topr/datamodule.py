@@ -256,11 +256,12 @@ class TrajectoryDataModule(LightningDataModule):
 
     def teardown(self, stage: str):
         """When every rank has written its predictions, let other processes write to data.out."""
-        gather(None)
-        if stage == "predict" and hasattr(self, "lock"):
-            self.lock.close()
-            if not self.trainer.fast_dev_run:
-                print(f"trajectories are under {self.out}")
+        if stage == "predict":
+            gather(None)
+            if hasattr(self, "lock"):
+                self.lock.close()
+                if not self.trainer.fast_dev_run:
+                    print(f"trajectories are under {self.out}")
 
     def _setup_training(self):
         """Read the training set, plan the first epoch, and say what the data are like."""
