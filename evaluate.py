@@ -27,13 +27,8 @@ from topr.run.identity import policy_hash
 from topr.sampling import LocalSampler, ServerSampler
 from topr.tasks import Arithmetic, ArithmeticVerifier, Task, Verifier
 from topr.tasks.task import before
-from topr.trajectories import (
-    Trajectory,
-    add_log_probs,
-    agreed,
-    read_trajectories,
-    write_trajectories,
-)
+from topr.trajectories import Trajectory, add_log_probs, read_trajectories, write_trajectories
+from topr.trajectories.curate import agreed
 from topr.trajectories.scoring import score
 
 SMALL = 20_000_000  # weights; beside other work, two threads are up to 5 times as slow as one
@@ -106,8 +101,8 @@ class Evaluation:
                 metadata.append(job.metadata)
             values = sum(by_seed) / self.seeds
             rows = results.setdefault(policy, {})
-            counts = {"problems": len(job.problems), "samples": job.samples}
-            rows[name] = counts | summarise(values, self.seed)
+            rows[name] = {"problems": len(job.problems), "samples": job.samples}
+            rows[name] |= summarise(values, self.seed)
             if self.seeds > 1:
                 rows[f"{name}, over seeds"] = summarise(
                     pd.DataFrame([metrics.mean() for metrics in by_seed]), self.seed

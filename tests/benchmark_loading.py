@@ -58,7 +58,10 @@ def measure(name: str) -> None:
     done.set()
     whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
     shard = sum(parameter.to_local().numel() for parameter in policy.parameters()) * 4
-    layer = sum(parameter.numel() for parameter in policy.layers[0].parameters()) * 4
+    layer = (
+        sum(parameter.numel() for parameter in policy.model.get_decoder().layers[0].parameters())
+        * 4
+    )
     if mesh.get_rank() == 0:
         print(f"weights {whole / 1e6:.0f} MB, a shard {shard / 1e6:.0f}, a layer {layer / 1e6:.0f}")
         used = peak - start

@@ -248,6 +248,52 @@ def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypa
     sys.modules.pop("my_loss")
 
 
+@pytest.mark.parametrize("place", ["optimizer", "lr_scheduler"])
+def test_a_run_does_not_go_on_with_another_code_of_its_optimizer(run, tiny, monkeypatch, place):
+    _, arguments = tiny
+    monkeypatch.syspath_prepend(run.folder)
+    code = Path("my_optim.py")
+    code.write_text(
+        "import torch\nclass Own(torch.optim.SGD):\n    factor = 1\n"
+        "class Constant(torch.optim.lr_scheduler.ConstantLR):\n    pass\n"
+    )
+    own = {
+        "optimizer": ["--model.optimizer=my_optim.Own", "--model.optimizer.lr=0.1"],
+        "lr_scheduler": ["--model.lr_scheduler=my_optim.Constant"],
+    }[place]
+    fit(run, arguments, *own, "--trainer.max_steps=1")
+    given = [*own, "--ckpt_path=last"]
+    code.write_text(code.read_text().replace("factor = 1", "factor = 3"))
+    sys.modules.pop("my_optim")
+    words = "of a run with another code of model.optimizer or model.lr_scheduler;"
+    rejected(run, words, "fit", *arguments, *FEW, *given)
+    code.write_text(code.read_text().replace("factor = 3", "factor = 1"))
+    sys.modules.pop("my_optim")
+    assert "resuming" in fit(run, arguments, *given)
+    sys.modules.pop("my_optim")
+
+
+@pytest.mark.parametrize(
+    ("made", "told", "named"),
+    [
+        ("--trainer.max_steps=2", "--trainer.max_steps=1", "trainer.max_steps;"),
+        ("--trainer.max_epochs=2", "--trainer.max_epochs=1", "trainer.max_epochs;"),
+    ],
+)
+def test_a_run_that_has_gone_on_for_longer_keeps_its_policy(run, tiny, made, told, named):
+    _, arguments = tiny
+    fit(run, arguments, made)
+    folder = Path("runs/arithmetic/version_0")
+    policy = (folder / "policy/model.safetensors").read_bytes()
+    summary = (folder / "summary.json").read_text()
+    given = ["fit", *arguments, *FEW, told, "--ckpt_path=last"]
+    rejected(run, f"of a run with another {named}", *given)
+    assert (folder / "policy/model.safetensors").read_bytes() == policy
+    assert (folder / "summary.json").read_text() == summary
+    fit(run, arguments, made, "--ckpt_path=last")
+    assert (folder / "policy/model.safetensors").read_bytes() == policy
+
+
 def test_a_refused_run_keeps_what_it_logged(run, tiny):
     _, arguments = tiny
     csv = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]

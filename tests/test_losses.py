@@ -8,7 +8,8 @@ import torch
 
 from topr.advantages import Baseline, PositiveShare, positive_share_of
 from topr.io import InputError
-from topr.losses import IS, KTO, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, check_output, rho
+from topr.losses import IS, KTO, REINFORCE, TIS, TOPR, LossOutput, PositivesOnly, rho
+from topr.losses.base import check_output
 from topr.losses.topr import log_limit
 
 INFINITY = math.exp(20)

@@ -15,7 +15,8 @@ from tokenizers import processors
 
 from topr.batching import pack
 from topr.io import InputError
-from topr.policy import encode_prompt, export_policy, load_policy, load_tokenizer, resolve_policy
+from topr.policy import encode_prompt, export_policy, load_policy, load_tokenizer
+from topr.policy.files import resolve_policy
 from topr.policy.sharding import full_state_dict
 from topr.run.identity import policy_hash, source_hash, tokenizer_hash
 from topr.tasks import GSM8K, MATH, Arithmetic, ArithmeticVerifier, Verifier

@@ -14,8 +14,8 @@ from conftest import ROOT, make_trajectories, write
 
 from topr.io import InputError
 from topr.run.identity import policy_hash
-from topr.trajectories import SCHEMA, read_metadata, read_table, read_trajectories
-from topr.trajectories.file import resolve_files
+from topr.trajectories import read_metadata, read_trajectories
+from topr.trajectories.file import SCHEMA, read_table, resolve_files
 from topr.trajectories.rows import load_rows
 
 ROWS = 23

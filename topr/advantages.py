@@ -144,18 +144,6 @@ def centred(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
     return reward - mean[group]
 
 
-def place_in_group(group: np.ndarray) -> np.ndarray:
-    """The place of each element among those of its group, from 0, in the order given."""
-    from pandas import Series  # here: `--help` needs no pandas
-
-    return Series(group).groupby(group).cumcount().to_numpy()
-
-
-def groups_without_signal(advantage: np.ndarray, group: np.ndarray) -> int:
-    """The number of groups in which every advantage is 0."""
-    return len(np.setdiff1d(group, group[advantage != 0]))
-
-
 def positive_share_of(advantage: np.ndarray) -> float:
     """The effective share of positives: the sum of A over positives, over the sum of |A|.
 

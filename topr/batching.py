@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy, tensor
 
-from topr.advantages import place_in_group
 from topr.io import InputError
 
 Batching = Literal["trajectories", "groups", "pairs"]
@@ -64,8 +63,10 @@ class Tokens(NamedTuple):
 
     def to(self, device: torch.device) -> "Tokens":
         """A copy on a device, which goes on computing meanwhile."""
-        moved = [v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in self]
-        return Tokens._make(moved)
+        return Tokens._make(
+            value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for value in self
+        )
 
 
 class MicroBatch(NamedTuple):
@@ -137,8 +138,10 @@ def draw_pairs(group: np.ndarray, positive: np.ndarray, rng: np.random.Generator
     """Disjoint (positive, negative) pairs within groups, [pairs, 2]."""
     sign = group * 2 + positive  # one number for each group and sign
     order = np.lexsort((rng.random(len(group)), sign))
+    ordered = sign[order]
+    place = np.arange(len(order)) - np.searchsorted(ordered, ordered)  # in its group and sign
     count = np.bincount(sign, minlength=2 * (group.max() + 1)).reshape(-1, 2).min(axis=1)
-    kept = order[place_in_group(sign[order]) < count[group[order]]]
+    kept = order[place < count[group[order]]]
     if len(kept) == 0:
         raise InputError(
             "data.train: no group holds both a positive and a negative",

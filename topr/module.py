@@ -323,7 +323,7 @@ class PolicyModule(LightningModule):
             with same_error_on_all_ranks():
                 check_fit(self, checkpoint, self.trainer.ckpt_path)
                 if self.trainer.state.fn == "fit":
-                    check_unchanged(self, checkpoint["topr"]["decisive"])
+                    check_unchanged(self, checkpoint)
         state = checkpoint["topr"]
         self.validated = tuple(state["validated"])
         self.validation_due = state["validation_due"]

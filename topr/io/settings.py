@@ -29,16 +29,25 @@ def plain(value):
     return json.loads(json.dumps(value, default=describe))
 
 
+def class_of(value):
+    """The class of an object, or what a partial would call."""
+    if isinstance(value, partial):
+        # jsonargparse hands the class to a function of its own, as the last argument
+        return [value.func, *value.args][-1]
+    return type(value)
+
+
 def describe(value):
     """What stands for a value that JSON does not know: class path and arguments of an object, the
     fields of a dataclass, the class that a partial would make."""
-    kind, arguments = value, {}
+    kind, arguments = class_of(value), {}
     if isinstance(value, Configurable):
-        kind, arguments = type(value), value.init_args
+        arguments = value.init_args
     elif isinstance(value, partial):
-        # jsonargparse hands the class to a function of its own, as the last argument
-        kind, arguments = [value.func, *value.args][-1], value.keywords
-    elif not isinstance(value, type):
+        arguments = value.keywords
+    elif isinstance(value, type):
+        kind = value
+    else:
         return vars(value) if is_dataclass(value) else str(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 

@@ -5,7 +5,7 @@ from topr import lazy
 
 __getattr__ = lazy(
     __name__,
-    base=["Loss", "LossOutput", "check_output", "sum_tokens"],
+    base=["Loss", "LossOutput", "sum_tokens"],
     policy_gradient=[
         "CISPO",
         "MaskedPPO",

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from topr.advantages import groups_without_signal, positive_share_of
+from topr.advantages import positive_share_of
 from topr.batching import MicroBatch
 from topr.io import InputError
 from topr.io.distributed import gather, same_error_on_all_ranks
@@ -126,6 +126,7 @@ def statistics(columns: Columns) -> dict[str, float]:
     """What is logged of one update; `callbacks/README.md` explains each name. NaN stands for what a
     batch without positives, or without negatives, does not have."""
     advantage = columns["advantage"]
+    group = columns["group"]
     weight = columns["weight"]
     positive = advantage >= 0
     gradient = columns["gradient"]
@@ -137,7 +138,7 @@ def statistics(columns: Columns) -> dict[str, float]:
         "train/reward": columns["reward"].mean(),
         "train/positive_share": positive.mean(),
         "train/effective_positive_share": positive_share_of(advantage),
-        "train/groups_without_signal": groups_without_signal(advantage, columns["group"]),
+        "train/groups_without_signal": len(np.setdiff1d(group, group[advantage != 0])),
         "weight/effective_sample_size": weight.sum() ** 2 / max(squares, 1e-12),
         "weight/negatives_below_0.01": mean(weight[~positive] < 0.01),
         "gradient/positive_share": gradient[positive].sum() / max(gradient.sum(), 1e-300),

@@ -5,7 +5,6 @@ from topr import lazy
 
 __getattr__ = lazy(
     __name__,
-    files=["encode", "encode_prompt", "load_tokenizer", "render_prompt", "resolve_policy"]
-    + ["vocabulary_and_context"],
+    files=["encode", "encode_prompt", "load_tokenizer", "render_prompt", "vocabulary_and_context"],
     model=["LoRA", "Policy", "export_policy", "load_policy", "own_device"],
 )

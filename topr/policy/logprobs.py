@@ -41,8 +41,7 @@ class TokenLogProbs(torch.autograd.Function):
     ) -> Tensor:
         log_probs_N = weight_VD.new_empty(len(target_N))
         chunks = position_chunks(len(target_N), weight_VD)
-        largest = chunks[-1].stop - chunks[-1].start
-        buffer_CV = weight_VD.new_empty(largest, len(weight_VD))
+        buffer_CV = weight_VD.new_empty(len(target_N[chunks[-1]]), len(weight_VD))
         for chunk in chunks:
             log_softmax_CV, slope_CV = log_softmax(hidden_ND[chunk], weight_VD, softcap, buffer_CV)
             log_probs_N[chunk] = log_softmax_CV.gather(1, target_N[chunk, None])[:, 0]

@@ -80,13 +80,6 @@ class Policy(nn.Module):
         ends = ends if isinstance(ends, list) else [ends]
         return {self.tokenizer.eos_token_id, *ends} - {None}
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers."""
-        names = self.model._no_split_modules or []
-        # `fully_shard` changes the class of a layer
-        return [m for m in self.model.modules() if type(m).__name__.removeprefix("FSDP") in names]
-
 
 def load_policy(name: str) -> Policy:
     """A policy with float32 weights and dropout off, on the default device.

@@ -81,7 +81,9 @@ def shard(policy: Policy, mesh: DeviceMesh, bfloat16: bool):
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in policy.layers:
+    names = policy.model._no_split_modules or []
+    # all of them first, because `fully_shard` changes the class of a layer
+    for layer in [part for part in policy.modules() if type(part).__name__ in names]:
         norms = [part for part in layer.modules() if is_norm(part)]
         if bfloat16 and norms:
             fully_shard(norms, mesh=mesh)

@@ -166,10 +166,8 @@ def span_attention(
             strict=True,
         ):
             shape = (len(mask_N1RK), -1)
-            out_NHRD = F.scaled_dot_product_attention(
-                query.unflatten(0, shape).transpose(1, 2),
-                key.unflatten(0, shape).transpose(1, 2),
-                value.unflatten(0, shape).transpose(1, 2),
+            out_NHRD = F.scaled_dot_product_attention(  # type: ignore[misc]
+                *[rows.unflatten(0, shape).transpose(1, 2) for rows in (query, key, value)],
                 attn_mask=mask_N1RK.to(dtype),
                 scale=scaling,
                 enable_gqa=key.shape[1] < query.shape[1],

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from topr.io import InputError, explained
-from topr.io.settings import describe, plain
+from topr.io.settings import class_of, describe, plain
 from topr.policy.files import load_config, load_generation_config, load_tokenizer, resolve_policy
 
 # keys of configs that say where and with what a policy was saved, not what it computes
@@ -43,11 +43,12 @@ def file_hash(path: str | Path) -> str:
 
 
 def source_hash(part) -> str:
-    """Hash of what a task, a loss or an advantage computes: the source of its class's modules, of
-    those beside them that they import, its `sources` if it has any, and its settings."""
+    """Hash of what a task, a loss, an advantage or an optimiser computes: the source of its class's
+    modules, of those beside them that they import, its `sources` if it has any, its attributes."""
     files = list(getattr(part, "sources", []))
     sources = []
-    for kind in type(part).__mro__:
+    made = class_of(part)  # of an optimiser perhaps a function
+    for kind in getattr(made, "__mro__", [made]):
         if kind.__module__ in sys.stdlib_module_names:
             continue  # an upgrade of Python computes the same
         file = getattr(sys.modules[kind.__module__], "__file__", None)
@@ -60,8 +61,9 @@ def source_hash(part) -> str:
             beside = [file.with_name(f"{word}.py") for word in re.findall(r"\w+", line)]
             files += {path for path in beside if path.exists()}.difference(files)
     sources += sorted(map(file_hash, set(files)))
-    settings = {name: value for name, value in vars(part).items() if name != "init_args"}
-    return content_hash(type(part).__qualname__, sources, settings)
+    attributes = getattr(part, "__dict__", {})  # None, no scheduler, has none
+    settings = {name: value for name, value in attributes.items() if name != "init_args"}
+    return content_hash(made.__qualname__, sources, settings)
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -123,6 +125,9 @@ def decisive(module) -> dict:
     names = ("lora", "optimizer", "lr_scheduler", "gradient_clip_val")
     found = {f"model.{name}": plain(getattr(module, name)) for name in names}
     found |= {
+        "code of model.optimizer or model.lr_scheduler": content_hash(
+            source_hash(module.optimizer), source_hash(module.lr_scheduler)
+        ),
         "model.loss": source_hash(module.loss),
         "model.weights": module.weights and file_hash(module.weights),
         "model.policy": policy_hash(module.policy_name),
@@ -133,9 +138,15 @@ def decisive(module) -> dict:
     return found | plain(data.decisive()) if data else found
 
 
-def check_unchanged(module, before: dict):
-    """Raise an InputError if a resumed run would go on with other data or settings."""
+def check_unchanged(module, checkpoint: dict):
+    """Raise an InputError if a resumed run would go on with other data or settings, or has gone on
+    for longer than it is now told to."""
+    before = checkpoint["topr"]["decisive"]
     changed = [name for name, value in decisive(module).items() if before.get(name, value) != value]
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"]
+    for name, made in {"max_steps": checkpoint["global_step"], "max_epochs": epochs}.items():
+        if 0 < getattr(module.trainer, name) < made:
+            changed.append(f"trainer.{name}")
     if changed:
         path = module.trainer.ckpt_path
         raise InputError(

@@ -5,8 +5,6 @@ from topr import lazy
 
 __getattr__ = lazy(
     __name__,
-    curate=["agreed"],
-    file=["SCHEMA", "Trajectory", "read_metadata", "read_table", "read_trajectories"]
-    + ["write_table", "write_trajectories"],
+    file=["Trajectory", "read_metadata", "read_trajectories", "write_trajectories"],
     scoring=["add_log_probs"],
 )

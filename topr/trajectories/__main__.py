@@ -34,7 +34,7 @@ def inspect(files: list[str]):
 COMMANDS: dict[str, Callable] = {"import": import_files, "inspect": inspect, "curate": curate}
 
 
-def make_parser() -> ArgumentParser:
+def main():
     parser = ArgumentParser(prog="python -m topr.trajectories")
     commands = parser.add_subcommands()
     for name, function in COMMANDS.items():
@@ -49,12 +49,8 @@ def make_parser() -> ArgumentParser:
         subparser.add_argument("files", nargs="+", help="files; globs are expanded")
         subparser.add_function_arguments(function, skip={"way", "files", "scale"})
         commands.add_subcommand(name, subparser)
-    return parser
-
-
-def main():
     with command():
-        args = make_parser().parse_args()
+        args = parser.parse_args()
         options = args[args.subcommand].as_dict()
         options["files"] = expand_globs(options["files"])
         options.pop("config", None)
