@@ -149,6 +149,7 @@ class CLI(LightningCLI):
     def begin(self, trainer, _):
         """The checkpoint, if any, has been found to fit: replace what the run had after it."""
         self.run.keep_csv_rows(trainer.loggers, self.run.updates)
+        remove(self.run.folder / "hparams.yaml")  # TensorBoardLogger would keep an old one
         write_text(self.run.folder / "config.yaml", self.yaml)
 
     def _run_subcommand(self, subcommand: str):

@@ -294,6 +294,22 @@ def test_a_run_that_has_gone_on_for_longer_keeps_its_policy(run, tiny, made, tol
     assert (folder / "policy/model.safetensors").read_bytes() == policy
 
 
+def test_a_run_that_starts_afresh_in_its_folder_writes_its_own_hyperparameters(run, tiny):
+    _, arguments = tiny
+    given = ["fit", *arguments, *FEW, "--trainer.max_steps=1"]
+    succeed(run, train.main, *given)
+    folder = Path("runs/arithmetic/version_0")
+    (folder / "summary.json").unlink()  # as if it had been killed before its first checkpoint
+    for checkpoint in folder.rglob("*.ckpt"):
+        checkpoint.unlink()
+    before = (folder / "hparams.yaml").read_text()
+    changed = "--model.gradient_clip_val=0.25"
+    succeed(run, train.main, *given, "--ckpt_path=last", changed)
+    after = (folder / "hparams.yaml").read_text()
+    assert "gradient_clip_val: 0.25" in after and "gradient_clip_val: 0.25" not in before
+    assert not Path("runs/arithmetic/version_1").exists()
+
+
 def test_a_refused_run_keeps_what_it_logged(run, tiny):
     _, arguments = tiny
     csv = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]

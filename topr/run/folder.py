@@ -36,7 +36,7 @@ class Run:
         """Find the newest complete checkpoint of this name, and take over version and updates of
         its run. Without one, the newest run that did not end starts again in its own folder."""
         checkpoint, self.updates = newest(self.root)
-        if checkpoint is not None:
+        if checkpoint:
             self.version = number_of(checkpoint.parent.parent)
             return checkpoint
         for version in versions(self.root):
@@ -95,11 +95,10 @@ def new_run(config) -> Run:
 def loggers_of(trainer):
     """The configurations of a trainer's loggers."""
     found = trainer.get("logger") or []
-    if found is True:  # Lightning's default, whose folder is that of the trainer
-        found = []
     if not isinstance(found, list):
         found = [found]
-    return [logger for logger in found if "init_args" in logger]
+    # true is Lightning's default, whose folder is that of the trainer
+    return [logger for logger in found if hasattr(logger, "init_args")]
 
 
 def versions(root: Path) -> list[int]:
