@@ -88,7 +88,7 @@ class CLI(LightningCLI):
         config.data.seed = int(config.seed_everything)  # with `true`, Lightning has drawn one
         if self.subcommand == "predict":
             config.return_predictions = False  # they are written to files, and may be many
-            if config.data.out is None:
+            if not config.data.out:
                 raise InputError("data.out is not set; predict needs it")
         # a rank that another one starts finds a folder more; Lightning takes that of rank 0
         run = new_run(config)

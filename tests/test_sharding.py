@@ -195,7 +195,7 @@ def test_bfloat16_shards_make_the_update_of_autocast(files, two, alone):
 
 
 ERRORS = {
-    "bad": "bad.jsonl",
+    "bad": "data.test: ",
     "half": "cannot be written or read (",
     "full": "cannot be written or read ([Errno 27] File too large)",
 }

@@ -249,7 +249,7 @@ class TrajectoryDataModule(LightningDataModule):
                 self.job(split)
             if stage == "fit":
                 self._setup_training()
-            elif stage == "predict" and self.out is not None:
+            elif stage == "predict" and self.out:
                 check_folder("data.out:", self.out)
                 if rank() == 0:
                     self.lock = lock(self.out)
@@ -319,7 +319,7 @@ class TrajectoryDataModule(LightningDataModule):
     def train_dataloader(self) -> UpdateLoader:
         """The updates of the trainer's current epoch."""
         epoch, padded = 0, False
-        if self.trainer is not None:
+        if self.trainer:
             epoch = self.trainer.current_epoch
             # it decides how many trajectories fit into a row; Lightning has loaded it by now
             padded = self.trainer.lightning_module.policy.padded
@@ -334,7 +334,10 @@ class TrajectoryDataModule(LightningDataModule):
             return None
         samples = self.val_samples if split == "val" else self.samples
         precision = self.trainer.precision if self.trainer else "32-true"
-        problems = self.task.problems(source)
+        try:
+            problems = self.task.problems(source)
+        except InputError as error:
+            raise InputError(f"data.{split}: {error}") from error
         if self.trainer and self.trainer.fast_dev_run:
             problems = problems[:2]
             samples = 2

@@ -88,12 +88,12 @@ class PolicyModule(LightningModule):
         self.weights = weights
         self.lr_scheduler = lr_scheduler
         self.automatic_optimization = False
-        self.strict_loading = lora is None  # a checkpoint of adapters holds them alone
+        self.strict_loading = not lora  # a checkpoint of adapters holds them alone
         self.max_abs_log_ratio: float | None = None  # of the first batch; None: no update yet
         self.validated: tuple = (-1, {})  # number of updates, figures
         self.validation_due = False  # whether the checkpoint was written just before a validation
         self.decisive: dict = {}  # of the fit that began
-        if threads is not None:
+        if threads:
             torch.set_num_threads(threads)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -110,7 +110,7 @@ class PolicyModule(LightningModule):
         rank_zero_info(f"loading the policy {self.policy_name}")
         bfloat16 = False
         mesh = None
-        if self._trainer is not None:  # not by load_from_checkpoint
+        if self._trainer:  # not by load_from_checkpoint
             bfloat16 = self.trainer.precision == "bf16-mixed"
             mesh = self.device_mesh
         if mesh is None:
@@ -121,7 +121,7 @@ class PolicyModule(LightningModule):
 
             mesh = mesh["data_parallel"]
             self.policy = load_sharded(self.policy_name, self.prepare, mesh, bfloat16)
-        if self.weights is not None:
+        if self.weights:
             with explained(f"model.weights: {self.weights} is not a checkpoint in one file"):
                 checkpoint = torch.load(self.weights, map_location="cpu", weights_only=True)
                 check_fit(self, checkpoint, self.weights)
@@ -133,7 +133,7 @@ class PolicyModule(LightningModule):
 
     def prepare(self, policy: Policy):
         """Add adapters and activation checkpointing, before sharding wraps the layers."""
-        if self.lora is not None:
+        if self.lora:
             from topr.policy.lora import add_adapters
 
             add_adapters(policy, self.lora)
@@ -143,7 +143,7 @@ class PolicyModule(LightningModule):
     def kept_weights(self):
         """The weights that a checkpoint holds: all, or the adapters alone."""
         weights = self.state_dict()
-        if self.lora is None:
+        if not self.lora:
             return weights
         trained = [name for name, weight in self.named_parameters() if weight.requires_grad]
         return {name: weights[name] for name in trained}
@@ -167,7 +167,7 @@ class PolicyModule(LightningModule):
         ):
             optimizer = self.optimizer(self.trained_parameters())
             signature(optimizer.step).bind()  # a TypeError if it needs a closure
-            if self.lr_scheduler is None:
+            if not self.lr_scheduler:
                 return optimizer
             return [optimizer], [self.lr_scheduler(optimizer)]
 
@@ -187,7 +187,7 @@ class PolicyModule(LightningModule):
         rate = optimizer.param_groups[0]["lr"]  # of this update
         optimizer.step()
         optimizer.zero_grad()
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
         figures = statistics(columns) | {"gradient/norm": norm, "train/lr": rate}
@@ -315,11 +315,11 @@ class PolicyModule(LightningModule):
             "decisive": self.decisive,
         }
         # reading a sharded checkpoint needs every weight of the model
-        if self.lora is not None and self.device_mesh is None:
+        if self.lora and self.device_mesh is None:
             checkpoint["state_dict"] = self.kept_weights()
 
     def on_load_checkpoint(self, checkpoint):
-        if self._trainer is not None:
+        if self._trainer:
             with same_error_on_all_ranks():
                 check_fit(self, checkpoint, self.trainer.ckpt_path)
                 if self.trainer.state.fn == "fit":

@@ -40,7 +40,7 @@ class ExportPolicy(Callback):
 
     def measure(self, when: str, trainer, module: PolicyModule):
         data = trainer.datamodule
-        if data is not None and data.test is not None:
+        if data and data.test:
             rank_zero_info("measuring the policy on data.test")
             batch = data.problem_batch("test")
             self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
@@ -64,11 +64,11 @@ class ExportPolicy(Callback):
         if trainer.fast_dev_run or not trainer.is_global_zero:
             return
         path = folder / "policy"
-        if pl_module.lora is None:
-            export_policy(pl_module.policy, path, weights)
-        else:
+        if pl_module.lora:
             export_policy(pl_module.policy, folder / "adapter", weights)
             export_policy(merge_adapter(pl_module.policy.name, folder / "adapter"), path)
+        else:
+            export_policy(pl_module.policy, path, weights)
         if self.bfloat16:
             export_policy(load_policy(str(path)).bfloat16(), path)
         write_text(path / "README.md", self.model_card(pl_module))
@@ -96,7 +96,7 @@ class ExportPolicy(Callback):
                 "samples": data.samples,
             }
         summary["steps"] = trainer.global_step
-        if data is not None:
+        if data:
             summary["trajectories"] = len(data.data.reward)
         summary["max_abs_log_ratio_at_start"] = module.max_abs_log_ratio
         return summary

@@ -27,7 +27,7 @@ class Preemption(Callback):
         def receive(number, frame):
             stop_requested.set()
             launcher = trainer.strategy.launcher
-            if launcher is not None:
+            if launcher:
                 launcher.kill(signal.SIGTERM)  # the processes that this one started
             if trainer.state.fn != "fit":
                 raise Preempted

@@ -43,7 +43,7 @@ def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
             return []
         trajectories = next(batch.sampled)
         score(module.policy, trajectories, batch.job.sampling, batch.microbatch_tokens)
-    if batch.path is not None:
+    if batch.path:
         write_trajectories(batch.path, trajectories, batch.job.metadata)
     return trajectories
 
