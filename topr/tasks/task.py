@@ -98,7 +98,7 @@ class Task(Configurable, ABC):
             return problem.prompt
         texts = PROMPTS[self.instruction]
         instruction = texts["instruction"].replace("{marker}", self.marker)
-        if tokenizer.chat_template:
+        if tokenizer.chat_template is not None:
             return [{"role": "user", "content": f"{problem.prompt}\n\n{instruction}"}]
         examples = texts["examples"].replace("{marker}", self.marker)
         return f"{instruction}\n\n{examples}\n\nQuestion: {problem.prompt}\nAnswer:"
