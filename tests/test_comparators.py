@@ -41,6 +41,7 @@ from topr.losses import (
     RECRing,
     RECTwoSide,
 )
+from topr.losses.statistics import statistics
 
 INF = math.inf
 ROOT = Path(__file__).parent.parent
@@ -408,13 +409,25 @@ def test_advantages_of_groups(advantage, formula, real):
 
 
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, GroupBalanced()])
-def test_groups_of_equal_rewards_have_no_signal(advantage):
+def test_groups_of_equal_rewards_have_no_signal_and_are_counted(advantage):
     reward = np.float32([0.1, 0.1, 0.1, 1, -1, -1, 1, 0.3])
     group = np.array([3, 3, 3, 0, 0, 1, 1, 2])
     found = advantage(reward, group, np.random.default_rng(0))
     shift = getattr(advantage, "shift", 0)
     assert (found[:3] == -shift).all() and found[7] == 0
     assert (found[4:6] != 0).all()  # the negatives: the best of a group may have 0
+    names = [
+        "reward",
+        "length",
+        "loss",
+        "objective",
+        "log_ratio",
+        "weight",
+        "truncated",
+        "gradient",
+    ]
+    columns = dict.fromkeys(names, np.ones(8)) | {"advantage": -abs(found), "group": group}
+    assert statistics(columns)["train/groups_without_signal"] == (1 if shift else 2)
 
 
 def test_group_balanced_keeps_as_many_negatives_as_positives():
