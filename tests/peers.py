@@ -10,6 +10,7 @@ by its attention masks.
 
 import argparse
 import random
+import sys
 from pathlib import Path
 
 from arms import Turns
@@ -149,6 +150,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    sys.path.remove(str(Path(__file__).parent))  # where TRL would take vllm.py for vLLM
     import trl
     from datasets import Dataset, disable_progress_bars
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
