@@ -3,8 +3,8 @@
 peers/bin/python tests/trl_words.py kto --policy BASE --data FILE --rate 1e-5 --out DIR
 
 Writes a policy to DIR, and prints minutes and peak memory; `train.py predict` measures the policy.
-As in the study: AdamW at a constant rate, 60 updates of 32 trajectories (16 pairs), bfloat16
-arithmetic over float32 weights.
+As in the study: AdamW at a constant rate, an epoch but at most 60 updates of 32 trajectories (16
+pairs), bfloat16 arithmetic over float32 weights.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama  # noqa: F401 - loaded lazily
 
 BATCH_SIZE = 32  # trajectories of an update
-UPDATES = 60
+UPDATES = 60  # at most
 
 
 def main() -> None:
@@ -39,11 +39,13 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tokenizer = AutoTokenizer.from_pretrained(args.policy)
     rows = pq.read_table(args.data).to_pylist()
+    examples = Dataset.from_list(datasets_of(args.loss, rows, tokenizer.decode))
+    per_example = 2 if args.loss == "dpo" else 1
     config = getattr(trl, f"{args.loss.upper()}Config")(
         output_dir=str(args.out),
-        per_device_train_batch_size=PER_DEVICE[args.loss] // (2 if args.loss == "dpo" else 1),
+        per_device_train_batch_size=PER_DEVICE[args.loss] // per_example,
         gradient_accumulation_steps=BATCH_SIZE // PER_DEVICE[args.loss],
-        max_steps=UPDATES,
+        max_steps=min(UPDATES, len(examples) * per_example // BATCH_SIZE),
         learning_rate=args.rate,
         lr_scheduler_type="constant",
         weight_decay=0.01,  # torch's default
@@ -61,7 +63,7 @@ def main() -> None:
     trainer = getattr(trl, f"{args.loss.upper()}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32),
         args=config,
-        train_dataset=Dataset.from_list(datasets_of(args.loss, rows, tokenizer.decode)),
+        train_dataset=examples,
         processing_class=tokenizer,
     )
     trainer.train()
