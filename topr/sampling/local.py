@@ -104,7 +104,7 @@ class Rows:
         self.most = min(most, sum(map(len, groups)))
         free = Draft(prompt=[], draws=iter([]), ids=[0], ended=True)
         self.drafts = [free]  # of each row; a row is free when its draft has ended
-        self.layers = []
+        self.states: list = []  # keys of a layer, its values, keys of the next, …, [R, H, C, D]
 
     def decode(self):
         """Extend every draft to its end, or until a stop is requested."""
@@ -130,13 +130,15 @@ class Rows:
         # Made without the model's config, whose sliding windows would drop columns.
         cache: Any = DynamicCache()
         self.prompt_logits_PV = self.forward(ids_PL, None, None, cache)
-        self.prompt_states = []  # keys and values of each layer, [P, H, L, D]
-        for layer in cache.layers:
-            states_PHLD = torch.cat([layer.keys, layer.values], dim=-1)
-            # Under autocast, attention computes in the type of the logits; rotary embeddings
-            # return float32.
-            self.prompt_states.append(states_PHLD.to(self.prompt_logits_PV.dtype))
-        if not self.layers:
+        # Under autocast, attention computes in the type of the logits; rotary embeddings return
+        # float32.
+        dtype = self.prompt_logits_PV.dtype
+        self.prompt_states = [  # in the order of `states`, [P, H, L, D]
+            states_PHLD.to(dtype)
+            for layer in cache.layers
+            for states_PHLD in (layer.keys, layer.values)
+        ]
+        if not self.states:
             self.allocate()
 
     def allocate(self):
@@ -151,7 +153,8 @@ class Rows:
             rows = max(1, min(rows, int(free / (1.6 * longest * column))))
         self.cursor = self.prompt_width  # the column to write next
         self.longest = 0  # row, in columns
-        self.layers = [RowLayer(self, states) for states in self.prompt_states]
+        self.states = [*self.prompt_states]
+        self.layers = [RowLayer(self, i) for i in range(0, len(self.states), 2)]
         # At first every row is free, and holds a copy of the first prompt.
         self.resize([0] * rows)
 
@@ -162,8 +165,8 @@ class Rows:
         row_R = self.to_device(free[: len(drafts)])
         place_R = self.to_device(places)
         columns = slice(self.cursor - self.prompt_width, self.cursor)
-        for layer, states_PHLD in zip(self.layers, self.prompt_states, strict=True):
-            layer.states_RHCD[row_R, :, columns] = states_PHLD[place_R]
+        for states_RHCD, states_PHLD in zip(self.states, self.prompt_states, strict=True):
+            states_RHCD[row_R, :, columns] = states_PHLD[place_R]
         for row, draft in zip(free, drafts, strict=False):
             self.drafts[row] = draft
         self.append(drafts, self.prompt_logits_PV[place_R])
@@ -211,10 +214,10 @@ class Rows:
         used = max(self.longest, self.prompt_width)
         self.columns = used + max(32, used // 4)
         row_R = self.to_device(rows)
-        for layer in self.layers:
-            kept_RHCD = layer.states_RHCD[row_R, :, self.cursor - used : self.cursor]
+        for place, states_RHCD in enumerate(self.states):
+            kept_RHCD = states_RHCD[row_R, :, self.cursor - used : self.cursor]
             # Zeros, because a masked value is multiplied by 0, which does not remove NaN.
-            layer.states_RHCD = F.pad(kept_RHCD, (0, 0, 0, self.columns - used))
+            self.states[place] = F.pad(kept_RHCD, (0, 0, 0, self.columns - used))
         self.cursor = used
 
     def to_device(self, numbers):
@@ -223,19 +226,26 @@ class Rows:
 
 
 class RowLayer(DynamicLayer):
-    """Keys and values of one decoder layer, side by side in the last dimension."""
+    """Keys and values of one decoder layer.
 
-    def __init__(self, rows, states_RHCD):
+    Args:
+        place: of its keys in `rows.states`; its values follow.
+    """
+
+    def __init__(self, rows, place):
         super().__init__()
         self.rows = rows
-        self.states_RHCD = states_RHCD
+        self.place = place
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Write the newest column; keys and values of the columns in use."""
         rows = self.rows
-        used_RHCD = self.states_RHCD[:, :, rows.cursor - rows.longest : rows.cursor + 1]
-        used_RHCD[:, :, -1:] = torch.cat([key_states, value_states], dim=-1)
-        return used_RHCD.tensor_split([key_states.shape[-1]], dim=-1)
+        used = []
+        for i, newest_RH1D in enumerate((key_states, value_states), self.place):
+            used_RHCD = rows.states[i][:, :, rows.cursor - rows.longest : rows.cursor + 1]
+            used_RHCD[:, :, -1:] = newest_RH1D
+            used.append(used_RHCD)
+        return used
 
     def get_seq_length(self):
         return self.rows.longest
