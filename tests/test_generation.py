@@ -168,7 +168,7 @@ def test_log_probs_seen_in_sampling_are_those_scored(tmp_path, autocast):
     error = np.abs(np.concatenate(scored) - np.concatenate(seen))
     if autocast:  # bfloat16 now and then errs by more
         assert np.quantile(error, 0.99) < 0.3 and error.mean() < 0.03
-        assert rows.layers[0].states_RHCD.dtype == torch.bfloat16
+        assert rows.states[0].dtype == torch.bfloat16
     else:
         assert error.max() < 1e-4 and error.mean() < 1e-6
 
