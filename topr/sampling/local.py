@@ -153,7 +153,7 @@ class Rows:
             rows = max(1, min(rows, int(free / (1.6 * longest * column))))
         self.cursor = self.prompt_width  # the column to write next
         self.longest = 0  # row, in columns
-        self.states = [*self.prompt_states]
+        self.states = [*self.prompt_states]  # a copy: `resize` replaces one after the other
         self.layers = [RowLayer(self, i) for i in range(0, len(self.states), 2)]
         # At first every row is free, and holds a copy of the first prompt.
         self.resize([0] * rows)
