@@ -254,7 +254,9 @@ def test_a_whole_policy_under_autocast_rounds_hidden_states_alone(policy):
     assert 0 < (found - exact).abs().max() < 0.1
 
 
-def varlen_attn(query, key, value, query_ends, key_ends, *longest, scale, window_size, enable_gqa):
+def varlen_attn(
+    query, key, value, query_ends, key_ends, *longest, scale, window_size, enable_gqa=False
+):
     """What the kernel of a GPU promises: causal, the last query of a sequence sees the last key."""
     assert longest == (query_ends.diff().max(), key_ends.diff().max())
     outs = []
@@ -274,9 +276,18 @@ def varlen_attn(query, key, value, query_ends, key_ends, *longest, scale, window
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
+def varlen_attn_of_torch_2_11(
+    query, key, value, query_ends, key_ends, max_q, max_k, *, scale, window_size
+):
+    """It has no word for grouped heads, and takes them."""
+    given = (query, key, value, query_ends, key_ends, max_q, max_k)
+    return varlen_attn(*given, scale=scale, window_size=window_size, enable_gqa=True)
+
+
 @pytest.mark.parametrize("window", [None, 4])
-def test_flash_attention_over_sequences_attends_as_the_row_does(monkeypatch, window):
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+@pytest.mark.parametrize("kernel", [varlen_attn, varlen_attn_of_torch_2_11])
+def test_flash_attention_over_sequences_attends_as_the_row_does(monkeypatch, kernel, window):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float64)
     spans = pack(*sequences()).spans
     length = spans[-1][1]

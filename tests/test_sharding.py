@@ -8,9 +8,12 @@ import pytest
 import torch
 from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, rejected, write
 from safetensors.torch import load_file
+from test_logprobs import make_policy_of
 from torture import curves, summary
 
 import train
+from data.arithmetic.imitation import make_tokenizer
+from topr.policy import export_policy
 from topr.run.checkpoints import updates_before
 
 # the fixture makes all runs of two ranks in one launch
@@ -38,6 +41,7 @@ RUNS = {
     "lora-ddp": [*LORA, *DDP],
     "lora-fsdp": [*LORA, *FSDP],
     "tied-fsdp": [*SGD, *SHORT, *FSDP],
+    "capped-fsdp": [*SGD, *SHORT, *FSDP],
     "bf16-fsdp": [*BFLOAT16, *FSDP],
 }
 
@@ -46,8 +50,13 @@ RUNS = {
 def files(tmp_path_factory):
     """Policies, and trajectories whose ratios lie on both sides of every limit."""
     folder = tmp_path_factory.mktemp("world")
-    for name in ("base", "tied"):
-        policy = make_policy(folder / name, tie_word_embeddings=name == "tied")
+    capped = make_policy_of("Gemma2")  # its attention has a soft cap: trajectories are padded
+    capped.tokenizer = make_tokenizer()
+    export_policy(capped, folder / "capped")
+    make_policy(folder / "base")
+    make_policy(folder / "tied", tie_word_embeddings=True)
+    for name in ("base", "tied", "capped"):
+        policy = folder / name
         trajectories = make_trajectories(policy, shift=2.0)
         write(folder / f"{name}.parquet", policy, trajectories, policy="another")
     problems = [f'{{"prompt": "{i}+1>", "gold": "{i + 1}"}}\n' for i in range(5)]
@@ -59,7 +68,7 @@ def files(tmp_path_factory):
 def command(folder, name: str, *more) -> list:
     """A fit with a name of its own, by which its policy is chosen. Each of its two epochs has
     updates of 11, 11 and 1 trajectories: the last leaves a filler to one of two ranks."""
-    policy = "tied" if name.startswith("tied") else "base"
+    policy = policy_of(name)
     config = ["--config", ROOT / "configs" / "arithmetic.yaml", "--trainer.max_epochs=2"]
     data = [f"--model.policy={folder / policy}", f"--data.train={folder / policy}.parquet"]
     problems = [f"--data.{split}={folder / 'problems.jsonl'}" for split in ("val", "test")]
@@ -71,6 +80,11 @@ def command(folder, name: str, *more) -> list:
     ]
     named = f"--trainer.logger.init_args.name={name}"
     return ["fit", *config, *data, *problems, *sizes, *trainer, *saving, named, *more]
+
+
+def policy_of(name: str) -> str:
+    kind = name.split("-")[0]
+    return kind if kind in ("tied", "capped") else "base"
 
 
 def version(folder, name: str):
@@ -134,7 +148,7 @@ def alone(run, files):
 
 
 ALONE = {"sgd": SGD, "pairs": PAIRS, "adamw": ADAMW, "adafactor": ADAFACTOR, "lora": LORA}
-ALONE |= {"tied": [*SGD, *SHORT]}
+ALONE |= {"tied": [*SGD, *SHORT], "capped": [*SGD, *SHORT]}
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "bf16-fsdp"])
@@ -143,7 +157,7 @@ def test_two_ranks_equal_one_process(files, two, alone, name):
     folder = alone(kind, *ALONE[kind])
     expected = weights(folder, kind)
     assert_close(weights(files, name), expected)
-    before = load_file(files / ("tied" if kind == "tied" else "base") / "model.safetensors")
+    before = load_file(files / policy_of(name) / "model.safetensors")
     assert any((expected[key] - before[key]).abs().max() > 1e-4 for key in before)
     mine = curves(version(files, name))
     for tag, values in curves(version(folder, kind)).items():

@@ -96,8 +96,9 @@ def convert(file: Path, out: Path):
         remedy="give a file of a Llama model, and `pip install gguf==0.19.0`",
     ):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model = load(file.parent, gguf_file=file.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
     # transformers refuses to save what it takes for quantised weights
     model.hf_quantizer = None
     model.is_quantized = False

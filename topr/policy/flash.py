@@ -5,6 +5,7 @@ laid end to end.
 """
 
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,10 @@ def attention(
     """
     rows_S, *sequences = key_sequences(spans, query_LHD.device)
     attend: Any = varlen.varlen_attn
+    # torch 2.11 lacks it, and takes grouped heads without
+    known = {"enable_gqa"} & signature(attend).parameters.keys()
     # rotary embeddings leave float32
-    dtype = torch.get_autocast_dtype(query_LHD.device.type)
+    dtype = torch.get_autocast_dtype("cuda")
     return attend(
         query_LHD.to(dtype).contiguous(),
         key_LGD.to(dtype).index_select(0, rows_S),
@@ -44,7 +47,7 @@ def attention(
         *sequences,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
+        **dict.fromkeys(known, True),
     )
 
 

@@ -49,7 +49,9 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     windows = []
 
     def recorded(*args, **kwargs):
-        windows.append(kwargs.get("sliding_window"))
+        # a soft cap in place of a window: `attend` computes none, and must not raise in the forward
+        # of a sharded model, which would stay gathered
+        windows.append(kwargs.get("softcap", kwargs.get("sliding_window")))
         return attend(*args, **kwargs)
 
     exact = False
@@ -96,7 +98,6 @@ def attend(
     scaling: float,
     spans: Spans | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers' `AttentionInterface`.
@@ -110,7 +111,6 @@ def attend(
         scaling: factor of the scores.
         spans: of the row. Without them (sampling), any batch of rows with `attention_mask`.
         sliding_window: keys that a query sees, itself included; used with `spans` only.
-        softcap: of Gemma 2; its trajectories are padded.
 
     Returns:
         [1, L, H, D], and no attention weights.
@@ -122,8 +122,6 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    if softcap is not None:
-        raise NotImplementedError("attention with a soft cap")
     query_LHD, key_LGD, value_LGD = (rows[0].transpose(0, 1) for rows in (query, key, value))
     given = (query_LHD, key_LGD, value_LGD, spans, sliding_window, scaling)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
