@@ -60,7 +60,7 @@ def read_shards(policy: Policy, device: str):
     with explained(
         f"policy {policy.name!r} cannot be loaded by shards",
         (Exception, CheckpointException),
-        "export it again with save_pretrained",
+        "export it again with save_pretrained, or train it with configs/ddp.yaml",
     ):
         dcp.load(
             target, storage_reader=dcp.HuggingFaceStorageReader(str(resolve_policy(policy.name)))
