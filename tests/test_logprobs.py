@@ -1,5 +1,7 @@
 """Log-probs and shared prompts, against one naive forward for each trajectory."""
 
+from importlib import reload
+
 import numpy as np
 import pytest
 import torch
@@ -284,10 +286,18 @@ def varlen_attn_of_torch_2_11(
     return varlen_attn(*given, scale=scale, window_size=window_size, enable_gqa=True)
 
 
+@pytest.fixture(params=[varlen_attn, varlen_attn_of_torch_2_11])
+def kernel(request, monkeypatch):
+    """A kernel in place of torch's, whose arguments `flash` looks at when it is loaded."""
+    with monkeypatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", request.param)
+        reload(flash)
+        yield
+    reload(flash)
+
+
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("kernel", [varlen_attn, varlen_attn_of_torch_2_11])
 def test_flash_attention_over_sequences_attends_as_the_row_does(monkeypatch, kernel, window):
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float64)
     spans = pack(*sequences()).spans
     length = spans[-1][1]

@@ -15,6 +15,11 @@ from torch.nn.attention import varlen
 
 from topr.batching import Spans, seen_by
 
+# torch 2.11 lacks the argument, and takes grouped heads without
+GROUPED_HEADS = dict.fromkeys(
+    {"enable_gqa"} & signature(varlen.varlen_attn).parameters.keys(), True
+)
+
 
 def takes(query: Tensor) -> bool:
     """Whether flash attention takes queries of this GPU and width."""
@@ -36,8 +41,6 @@ def attention(
     """
     rows_S, *sequences = key_sequences(spans, query_LHD.device)
     attend: Any = varlen.varlen_attn
-    # torch 2.11 lacks it, and takes grouped heads without
-    known = {"enable_gqa"} & signature(attend).parameters.keys()
     # rotary embeddings leave float32
     dtype = torch.get_autocast_dtype("cuda")
     return attend(
@@ -47,7 +50,7 @@ def attention(
         *sequences,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **dict.fromkeys(known, True),
+        **GROUPED_HEADS,
     )
 
 
