@@ -41,7 +41,9 @@ def main():
         subparser = ArgumentParser()
         if name == "import":
             subparser.add_argument("--config", action="config", help="options, see configs/import/")
-            subparser.add_argument("--scale", nargs=2, type=float, help="rewards to be -1 and +1")
+            subparser.add_argument(
+                "--scale", nargs=2, type=float, help="rewards to be -1 and +1, without threshold"
+            )
             for field, expression in FIELDS.items():
                 subparser.add_argument(f"--{field}", default=expression, help="keys of a row")
         if name == "curate":

@@ -43,7 +43,7 @@ def import_files(
         policy: folder or hub name of the policy that sampled the responses
         out: trajectory file to write
         threshold: rewards from here on become +1, others -1
-        scale: the rewards that become -1 and +1, others in proportion
+        scale: the rewards that become -1 and +1, others in proportion; a threshold goes before it
         log_mu: what to write for stored log-probs of token ids: them, or this policy's log mu
         microbatch_tokens: tokens of one forward
         precision: of the forward that scores; best that of the training to come
