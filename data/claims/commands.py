@@ -10,7 +10,6 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -63,8 +62,10 @@ class Commands:
                 # a killed command goes on from what it has written
                 partial = folder.with_name("partial")
                 partial.mkdir(parents=True, exist_ok=True)
-                complete = [word.replace("{out}", str(partial)) for word in words]
-                start(folder.with_suffix(".txt"), complete)
+                start(
+                    folder.with_suffix(".txt"),
+                    [word.replace("{out}", str(partial)) for word in words],
+                )
                 for checkpoints in partial.rglob("checkpoints"):
                     remove(checkpoints)
                 partial.rename(folder)
@@ -80,8 +81,12 @@ def start(output: Path, words: list[str]):
     multiprocessing.connection.wait([process.sentinel])
     with ENDS:
         process.join()
-    if process.exitcode and "is NaN or infinite" not in output.read_text():
-        raise InputError(f"{shlex.join(words[:3])} … failed ({process.exitcode}); see {output}")
+    printed = output.read_text()
+    if process.exitcode and "is NaN or infinite" not in printed:
+        raise InputError(
+            f"{shlex.join(words[:3])} … failed ({process.exitcode}), see {output}: "
+            + printed.splitlines()[-1]
+        )
 
 
 def perform(words: list[str], output: Path):
@@ -101,16 +106,17 @@ def end_with_parent():
 
     A fork server outlives it, since the processes that it has forked keep it alive.
     """
-    starter: Any = multiprocessing.parent_process()
-    starter.join()
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def inputs_hash(root: Path, *more: str) -> str:
     """Hash of the files that decide outputs, see commands.yaml."""
-    hashes = []
-    for pattern in [*TEMPLATES["inputs"], *more]:
-        for path in sorted(glob.glob(str(root / pattern), recursive=True)):
-            if Path(path).is_file():
-                hashes.append(file_hash(path))
-    return content_hash(hashes)
+    return content_hash(
+        [
+            file_hash(path)
+            for pattern in [*TEMPLATES["inputs"], *more]
+            for path in sorted(glob.glob(str(root / pattern), recursive=True))
+            if Path(path).is_file()
+        ]
+    )
