@@ -242,7 +242,9 @@ def test_a_command_runs_once_and_is_known_by_its_arguments(tmp_path, monkeypatch
     assert len(started) == 3
 
 
-def test_a_command_that_fails_says_why_and_leaves_what_it_printed_and_no_output(tmp_path, monkeypatch):
+def test_a_command_that_fails_says_why_and_leaves_what_it_printed_and_no_output(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(commands.TEMPLATES, "a", "topr.trajectories inspect absent.parquet")
     with pytest.raises(InputError, match=r"failed \(2\), see .*txt: error: absent") as error:
         Commands(tmp_path).run("a")

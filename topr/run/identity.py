@@ -151,7 +151,7 @@ def check_unchanged(module, checkpoint: dict):
         path = module.trainer.ckpt_path
         raise InputError(
             f"{path} is of a run with another {', '.join(changed)}",
-            f"restore it, or start a new run from these weights with --model.weights {path} "
+            f"restore it, name another folder, or start from its weights: --model.weights {path} "
             "in place of --ckpt_path",
         )
 
