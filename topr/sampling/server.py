@@ -51,7 +51,9 @@ class ServerSampler(Sampler):
                 responses = begun.result()
             except openai.APIError as error:
                 why = error.body or first_line(error.__cause__ or error)
-                raise InputError(f"{error.request.url} fails: {why}") from error
+                raise InputError(
+                    f"{error.request.url} fails: {why}", "see to the server, then start again"
+                ) from error
             return [responses[start : start + n] for start in range(0, len(responses), n)]
 
         return finish
