@@ -59,6 +59,8 @@ class Train:
             problems = task.problems("problems.jsonl")
             job = SamplingJob(policy, task, problems, 6, sampling, seed)
             for path, part in job.parts_to_write(Path(given["data.out"])):
+                if not part:  # its file is there
+                    continue
                 if killed and path.name != "part-00000.parquet":
                     raise KeyError("killed here")
                 loaded = load_policy(policy)

@@ -369,7 +369,9 @@ class TrajectoryDataModule(LightningDataModule):
         folder = None if self.trainer.fast_dev_run else self.out  # a trial run writes nothing
         parts = job.parts_to_write(folder and Path(folder))
         sampled = job.sample_parts(
-            [numbers for _, numbers in parts], module.sampler or LocalSampler(), module.policy
+            [numbers for _, numbers in parts if numbers],
+            module.sampler or LocalSampler(),
+            module.policy,
         )
         return ProblemBatches(
             ProblemBatch(job, numbers, path, self.microbatch_tokens, sampled)

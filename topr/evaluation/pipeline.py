@@ -76,8 +76,8 @@ class SamplingJob:
         """The files that this rank shall write, each with the numbers of its `PART` problems.
 
         Each rank has equally many, some of them without problems: ranks of sharded policies need
-        each other. Without a folder, nothing is written. Files that another grader has graded are
-        graded again.
+        each other, and `limit_predict_batches` counts a file that is there. Without a folder,
+        nothing is written. Files that another grader has graded are graded again.
 
         Raises:
             InputError: the folder holds another job's files.
@@ -94,15 +94,14 @@ class SamplingJob:
                     )
                 if found | self.metadata != found and rank() == 0:
                     self.grade_again(path)
-        missing = []
+        parts = []
         numbers = list(range(len(self.problems)))
         for start in range(0, len(numbers), PART):
             part = folder and folder / f"part-{start // PART:05d}.parquet"
-            if part not in written:
-                missing.append((part, numbers[start : start + PART]))
-        missing = gather(missing)[0]  # another rank may have looked later, and found more
-        missing += [(None, [])] * (-len(missing) % world_size())
-        return missing[rank() :: world_size()]
+            parts.append((None, []) if part in written else (part, numbers[start : start + PART]))
+        parts = gather(parts)[0]  # another rank may have looked later, and found more
+        parts += [(None, [])] * (-len(parts) % world_size())
+        return parts[rank() :: world_size()]
 
     def sample_parts(
         self, parts: list[list[int]], sampler: Sampler, policy: Policy
