@@ -92,6 +92,7 @@ def test_differences_to_the_first_policy_are_paired(command, policy):
     assert cell("length", difference["length"]) in output
 
 
+@pytest.mark.slow
 def test_several_seeds_are_averaged_and_their_spread_is_shown(run, command, policy, problems):
     other = make_policy(command.folder / "other", seed=1, scale=0.5)
     policies = [policy, other]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 
+import pytest
 from conftest import ROOT
 
 # A file imports from its own level and from those before it. `topr` itself is topr/__init__.py.
@@ -79,6 +80,7 @@ def test_imports_go_one_way_without_a_circle():
     list(TopologicalSorter(graph).static_order())
 
 
+@pytest.mark.slow
 def test_the_core_loads_no_extras():
     code = "import sys, topr.module, topr.datamodule; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -451,7 +451,10 @@ def curves(folder: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
+@pytest.mark.parametrize(
+    "logger",
+    [pytest.param(name, marks=pytest.mark.slow) if "W&B" in name else name for name in LOGGERS],
+)
 def test_a_run_has_one_folder_and_resumes_exactly_whatever_its_logger(fit, logger):
     chosen = f"--trainer.logger={json.dumps(LOGGERS[logger])}"
     whole, folder = (fit.folder / "runs" / "mine" / f"version_{number}" for number in (0, 1))

@@ -242,6 +242,7 @@ def test_a_command_runs_once_and_is_known_by_its_arguments(tmp_path, monkeypatch
     assert len(started) == 3
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_why_and_leaves_what_it_printed_and_no_output(
     tmp_path, monkeypatch
 ):
