@@ -80,6 +80,7 @@ def test_intervals_over_seeds_and_problems_are_those_of_a_two_way_table():
     assert found["values"] == pytest.approx(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "least"), [(0.0, 0.93), (0.05, 0.91)])
 def test_intervals_over_seeds_and_problems_hold_the_truth(seeds, least):
     """Three seeds that differ by so much, 160 problems, noise of eight responses; the truth is 0.
@@ -251,6 +252,9 @@ def test_a_command_that_fails_says_why_and_leaves_what_it_printed_and_no_output(
         Commands(tmp_path).run("a")
     output = Path(re.search("see (.*?): ", str(error.value))[1])
     assert "absent.parquet" in output.read_text() and not (output.parent / "output").exists()
+    with pytest.raises(InputError):  # as another thread, or the same study again, would start it
+        Commands(tmp_path).run("a")
+    assert output.read_text().count("python -m topr.trajectories inspect absent.parquet") == 2
 
 
 def test_other_code_has_other_outputs(tmp_path):
@@ -325,6 +329,7 @@ def main():
         auto_cli(reproduce.reproduce, as_positional=False, parser_class=ArgumentParser)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_report_and_figures(run, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "Study", lambda *_: MadeUp(fitted))
     code, _, err = run(main, "--claims", "1,9", "--seeds", "3", "--out", tmp_path)
@@ -350,6 +355,7 @@ def test_bad_arguments_get_a_sentence(run, arguments, words):
     rejected(run, words, *arguments, main=main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_shipped_reports_agree_with_their_values_and_criteria(regime):
     """Each interval again from the values of the seeds, each verdict again from the intervals."""

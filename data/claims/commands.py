@@ -73,8 +73,7 @@ class Commands:
 
 
 def start(output: Path, words: list[str]):
-    """Run a command in a new process; what it prints goes to the file `output`."""
-    output.write_text(f"python -m {shlex.join(words)}\n")
+    """Run a command in a new process; what it prints is appended to the file `output`."""
     process = FORKS.Process(target=perform, args=(words, output))
     with ENDS:
         process.start()
@@ -90,11 +89,12 @@ def start(output: Path, words: list[str]):
 
 
 def perform(words: list[str], output: Path):
-    """Run a command as `python -m` would; what it prints is appended to a file."""
+    """Run a command as `python -m` would; it and what it prints are appended to a file."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    file = os.open(output, os.O_APPEND | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    file = output.open("a")
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    print(f"python -m {shlex.join(words)}", flush=True)
     os.chdir(ROOT)
     torch.set_num_threads(1)  # as fast as more for policies of this size
     sys.argv = words
