@@ -33,6 +33,7 @@ def test_the_default_problems_and_demonstrations_are_those_of_the_shipped_data()
     assert digest.hexdigest() == "366087871c1dbfbc109cc45cdc990b9fdfde54f5bbf3977aee7a02a11a32bf24"
 
 
+@pytest.mark.slow
 def test_filler_follows_a_markov_chain_of_four_uniform_successors():
     rng = np.random.default_rng(0)
     counts = np.zeros((16, 16))
@@ -88,6 +89,7 @@ def test_shipped_problems_are_disjoint_and_kept_from_the_base_policy():
     assert not {next(taught)["prompt"] for _ in range(2000)} & set(prompts)
 
 
+@pytest.mark.slow
 def test_the_shipped_base_is_strong_and_of_high_entropy():
     task = Arithmetic(max_new_tokens=73)
     base = str(DATA / "base")

@@ -3,6 +3,7 @@ and what does not fit together is refused."""
 
 import json
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -196,12 +197,11 @@ def test_a_run_does_not_go_on_with_other_settings(run, stopped):
     arguments, checkpoint = stopped
     config = Path("runs/arithmetic/version_0/config.yaml")
     before = config.read_text()
-    for name, change in CHANGES.items():
-        for where in ("last", checkpoint):
-            words = f"of a run with another {name}"
-            given = ["fit", *arguments, *FEW, *change, f"--ckpt_path={where}"]
-            sentence = rejected(run, words, *given)
-            assert f"--model.weights {checkpoint}" in sentence
+    for (name, change), where in zip(CHANGES.items(), cycle(["last", checkpoint]), strict=False):
+        words = f"of a run with another {name}"
+        given = ["fit", *arguments, *FEW, *change, f"--ckpt_path={where}"]
+        sentence = rejected(run, words, *given)
+        assert f"--model.weights {checkpoint}" in sentence
     assert config.read_text() == before
     assert "resuming" in fit(run, arguments, "--ckpt_path=last", "--trainer.max_steps=2")
     assert config.read_text() != before
@@ -248,7 +248,9 @@ def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypa
     sys.modules.pop("my_loss")
 
 
-@pytest.mark.parametrize("place", ["optimizer", "lr_scheduler"])
+@pytest.mark.parametrize(
+    "place", ["optimizer", pytest.param("lr_scheduler", marks=pytest.mark.slow)]
+)
 def test_a_run_does_not_go_on_with_another_code_of_its_optimizer(run, tiny, monkeypatch, place):
     _, arguments = tiny
     monkeypatch.syspath_prepend(run.folder)
@@ -277,7 +279,10 @@ def test_a_run_does_not_go_on_with_another_code_of_its_optimizer(run, tiny, monk
     ("made", "told", "named"),
     [
         ("--trainer.max_steps=2", "--trainer.max_steps=1", "trainer.max_steps;"),
-        ("--trainer.max_epochs=2", "--trainer.max_epochs=1", "trainer.max_epochs;"),
+        pytest.param(
+            *("--trainer.max_epochs=2", "--trainer.max_epochs=1", "trainer.max_epochs;"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_has_gone_on_for_longer_keeps_its_policy(run, tiny, made, told, named):
@@ -369,7 +374,12 @@ LORA = ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2"]
 
 @pytest.mark.parametrize(
     "change",
-    [["--model.lora.rank=3"], ["--model.lora.alpha=3"], ["--model.lora.targets=[q_proj]"], None],
+    [
+        pytest.param(["--model.lora.rank=3"], marks=pytest.mark.slow),
+        ["--model.lora.alpha=3"],
+        pytest.param(["--model.lora.targets=[q_proj]"], marks=pytest.mark.slow),
+        None,
+    ],
 )
 def test_adapters_are_loaded_with_their_own_settings_or_not_at_all(run, tiny, change):
     _, arguments = tiny

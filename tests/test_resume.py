@@ -104,7 +104,7 @@ MOMENTS = {
     "pairs": (["--config", ROOT / "configs" / "loss" / "dpo.yaml"], [("update", 3, STOP)]),
     "worker": (["--data.num_workers=1"], [("update", 4, STOP)]),
 }
-FAST = ["update", "behind a checkpoint", "epochs", "test after"]
+FAST = ["update", "behind a checkpoint"]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,10 @@ def test_the_exported_policy_says_what_it_is(fitted):
         assert str(part) in card.text
 
 
-@pytest.mark.parametrize("lora", [[], ["--config", ROOT / "configs" / "lora.yaml"]])
+LORA = ["--config", ROOT / "configs" / "lora.yaml"]
+
+
+@pytest.mark.parametrize("lora", [[], pytest.param(LORA, marks=pytest.mark.slow)])
 def test_an_export_in_bfloat16_is_the_rounded_policy(run, setting, lora):
     _, arguments = setting
     policies = []

@@ -129,6 +129,7 @@ def test_shipped_trajectories_are_graded_samples_of_the_train_problems():
     assert 0.2 < np.mean([t.reward > 0 for t in trajectories]) < 0.35
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_bytes(tmp_path):
     small = {"stages": [[3, 3e-3]], "problems": {"train": 4, "val": 2, "test": 2}}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SETTING | small))
