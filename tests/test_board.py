@@ -69,6 +69,7 @@ def test_every_curve_of_the_layout_is_logged(fit):
     assert text.count("reward ") == 8 and "    0+1>" in text
 
 
+@pytest.mark.slow
 def test_runs_are_compared_by_hyperparameters_and_the_figures_of_the_summary(fit):
     """A run that is resumed at its end logs them once."""
     resumed = ["--ckpt_path=last", EVERY_STEP]

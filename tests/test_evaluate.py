@@ -145,6 +145,7 @@ def test_a_killed_evaluation_resumes(command):
     assert len(list(out.glob("responses/*/*.parquet"))) == 4
 
 
+@pytest.mark.slow
 def test_a_verifier_weighs_the_votes(command):
     verifier = ARITHMETIC / "verifier" / "base"
     more = ["--verifier", verifier, "--critiques", 2, "--max_new_tokens", 30, "--seed", 4]

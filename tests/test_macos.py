@@ -14,7 +14,7 @@ def data(run, policy):
     return write(run.folder / "a.parquet", policy, make_trajectories(policy))
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "mps"])
+@pytest.mark.parametrize("accelerator", [pytest.param("auto", marks=pytest.mark.slow), "mps"])
 def test_an_apple_gpu_is_rejected_and_the_cpu_beside_it_trains(
     run, policy, data, monkeypatch, accelerator
 ):

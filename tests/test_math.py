@@ -96,7 +96,10 @@ def test_answers_have_one_spelling_by_which_they_vote():
     assert maj_at_k(answers, [found.reward > 0 for found in grades], 5) == 1
 
 
-@pytest.mark.parametrize("answer", ["9**9", "a__b", "9^{9^9}", "1000000!", "(9!)!", "٥"])
+@pytest.mark.parametrize(
+    "answer",
+    ["9**9", "a__b", "9^{9^9}", "1000000!", pytest.param("(9!)!", marks=pytest.mark.slow), "٥"],
+)
 def test_costly_and_odd_answers_are_wrong(monkeypatch, answer):
     monkeypatch.setattr(math, "SECONDS", 1)
     start = time.monotonic()

@@ -186,7 +186,7 @@ def test_so_it_does_on_a_gpu(run, shifted, loss):
     )
 
 
-@pytest.mark.parametrize("whole_groups", ["false", "true"])
+@pytest.mark.parametrize("whole_groups", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_conversations_several_epochs_clipping_and_a_schedule(run, whole_groups):
     """From two files, one with and one without the column `sampled`; neighbours share prompts."""
     policy = make_policy(run.folder / "base")
