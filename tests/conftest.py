@@ -32,6 +32,11 @@ TWO_RANKS = {
 }
 
 
+def slow(*values):
+    """A case of a parametrised test that stays out of the fast tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def on_ranks(count: int, folder: Path, *commands: list | dict) -> list[tuple[list[int], str]]:
     """Run commands of train.py one after another in `count` processes, as torchrun starts them.
 

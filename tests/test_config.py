@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import ROOT, clear_caches, make_policy, make_trajectories, rejected, write
+from conftest import ROOT, clear_caches, make_policy, make_trajectories, rejected, slow, write
 
 import evaluate
 import train
@@ -150,18 +150,14 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
 }
 
 
-SLOW = {
-    name: [pytest.mark.slow] * (corrected is not None)
-    for name, (*_, corrected) in CONFIGURATIONS.items()
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
+@pytest.mark.parametrize(
+    "name",
+    [name if corrected is None else slow(name) for name, (*_, corrected) in CONFIGURATIONS.items()],
+)
 def test_a_bad_setting_is_rejected_and_the_corrected_one_trains(run, good, name):
     wrong, words, corrected = CONFIGURATIONS[name]
     rejected(run, words, *fit(*good, wrong))
-    if corrected:
-        accepted(run, *fit(*good, corrected))
+    accepted(run, *fit(*good, *[corrected] * (corrected is not None)))
 
 
 def test_an_unknown_command_is_rejected(run):

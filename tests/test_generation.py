@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_policy, make_tokenizer, score
+from conftest import make_policy, make_tokenizer, score, slow
 
 from topr.io import InputError
 from topr.io.distributed import stop_requested
@@ -41,7 +41,6 @@ FAMILIES = {
     "Bloom": {"num_hidden_layers": 6},
     "Falcon": {"parallel_attn": False, "head_dim": None},
 }
-SLOW = pytest.mark.slow
 FAST = ("Llama", "Mistral", "Gemma2", "GPT2")  # plain, windows in all or some layers, positions
 PROMPTS = []
 for i, length in enumerate((7, 1, 12, 3, 12, 5, 2)):
@@ -92,9 +91,7 @@ def alone(policy: Policy, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:.*trajectories are padded")
-@pytest.mark.parametrize(
-    "family", [*FAST, *(pytest.param(name, marks=SLOW) for name in FAMILIES if name not in FAST)]
-)
+@pytest.mark.parametrize("family", [*FAST, *(slow(name) for name in FAMILIES if name not in FAST)])
 def test_greedy_responses_equal_those_of_each_prompt_alone(make, family):
     policy = make(family)
     expected = [[alone(policy, prompt)] * 2 for prompt in PROMPTS]

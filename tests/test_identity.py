@@ -3,13 +3,12 @@ and what does not fit together is refused."""
 
 import json
 import sys
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_policy, make_trajectories, rejected, write
+from conftest import ROOT, make_policy, make_trajectories, rejected, slow, write
 from safetensors.torch import load_file
 
 import evaluate
@@ -193,14 +192,15 @@ def stopped(run, tiny):
     return arguments, checkpoint
 
 
-def test_a_run_does_not_go_on_with_other_settings(run, stopped):
+@pytest.mark.parametrize("where", ["last", slow("its path")])
+def test_a_run_does_not_go_on_with_other_settings(run, stopped, where):
     arguments, checkpoint = stopped
+    given = f"--ckpt_path={'last' if where == 'last' else checkpoint}"
     config = Path("runs/arithmetic/version_0/config.yaml")
     before = config.read_text()
-    for (name, change), where in zip(CHANGES.items(), cycle(["last", checkpoint]), strict=False):
+    for name, change in CHANGES.items():
         words = f"of a run with another {name}"
-        given = ["fit", *arguments, *FEW, *change, f"--ckpt_path={where}"]
-        sentence = rejected(run, words, *given)
+        sentence = rejected(run, words, "fit", *arguments, *FEW, *change, given)
         assert f"--model.weights {checkpoint}" in sentence
     assert config.read_text() == before
     assert "resuming" in fit(run, arguments, "--ckpt_path=last", "--trainer.max_steps=2")
@@ -248,9 +248,7 @@ def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypa
     sys.modules.pop("my_loss")
 
 
-@pytest.mark.parametrize(
-    "place", ["optimizer", pytest.param("lr_scheduler", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("place", ["optimizer", slow("lr_scheduler")])
 def test_a_run_does_not_go_on_with_another_code_of_its_optimizer(run, tiny, monkeypatch, place):
     _, arguments = tiny
     monkeypatch.syspath_prepend(run.folder)
@@ -279,10 +277,7 @@ def test_a_run_does_not_go_on_with_another_code_of_its_optimizer(run, tiny, monk
     ("made", "told", "named"),
     [
         ("--trainer.max_steps=2", "--trainer.max_steps=1", "trainer.max_steps;"),
-        pytest.param(
-            *("--trainer.max_epochs=2", "--trainer.max_epochs=1", "trainer.max_epochs;"),
-            marks=pytest.mark.slow,
-        ),
+        slow("--trainer.max_epochs=2", "--trainer.max_epochs=1", "trainer.max_epochs;"),
     ],
 )
 def test_a_run_that_has_gone_on_for_longer_keeps_its_policy(run, tiny, made, told, named):
@@ -375,9 +370,9 @@ LORA = ["--config", ROOT / "configs" / "lora.yaml", "--model.lora.rank=2"]
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(["--model.lora.rank=3"], marks=pytest.mark.slow),
+        slow(["--model.lora.rank=3"]),
         ["--model.lora.alpha=3"],
-        pytest.param(["--model.lora.targets=[q_proj]"], marks=pytest.mark.slow),
+        slow(["--model.lora.targets=[q_proj]"]),
         None,
     ],
 )

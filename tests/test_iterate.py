@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ROOT, make_policy
+from conftest import ROOT, make_policy, slow
 
 from topr import iterate
 from topr.evaluation.pipeline import SamplingJob, read_parts
@@ -129,9 +129,7 @@ def test_every_stage_works_on_the_newest_policy(whole):
     assert results.loc["after.pass@1"].tolist() == [7000, 7001]
 
 
-@pytest.mark.parametrize(
-    "stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
-)
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 def test_killed_at_any_stage_it_ends_with_the_same_results(whole, train, run, stage):
     train.killed_at = stage
     with pytest.raises(KeyError, match="killed here"):

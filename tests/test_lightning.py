@@ -13,7 +13,7 @@ import pytest
 import torch
 import wandb
 import yaml
-from conftest import ROOT, Recorder, listing, make_policy, make_trajectories, rejected, write
+from conftest import ROOT, Recorder, listing, make_policy, make_trajectories, rejected, slow, write
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -451,10 +451,7 @@ def curves(folder: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize(
-    "logger",
-    [pytest.param(name, marks=() if name == "CSV" else pytest.mark.slow) for name in LOGGERS],
-)
+@pytest.mark.parametrize("logger", [name if name == "CSV" else slow(name) for name in LOGGERS])
 def test_a_run_has_one_folder_and_resumes_exactly_whatever_its_logger(fit, logger):
     chosen = f"--trainer.logger={json.dumps(LOGGERS[logger])}"
     whole, folder = (fit.folder / "runs" / "mine" / f"version_{number}" for number in (0, 1))

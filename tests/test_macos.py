@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, make_trajectories, rejected, write
+from conftest import ROOT, make_trajectories, rejected, slow, write
 from lightning.fabric.accelerators.mps import MPSAccelerator
 from test_update import fit, fit_arguments, same_weights
 
@@ -14,7 +14,7 @@ def data(run, policy):
     return write(run.folder / "a.parquet", policy, make_trajectories(policy))
 
 
-@pytest.mark.parametrize("accelerator", [pytest.param("auto", marks=pytest.mark.slow), "mps"])
+@pytest.mark.parametrize("accelerator", [slow("auto"), "mps"])
 def test_an_apple_gpu_is_rejected_and_the_cpu_beside_it_trains(
     run, policy, data, monkeypatch, accelerator
 ):

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, make_policy, make_trajectories, write
+from conftest import ROOT, make_policy, make_trajectories, slow, write
 from torch.optim.lr_scheduler import OneCycleLR
 from torture import Command, assert_same_run, check_fit, curves
 
@@ -107,10 +107,7 @@ MOMENTS = {
 FAST = ["update", "behind a checkpoint"]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MOMENTS],
-)
+@pytest.mark.parametrize("moment", [name if name in FAST else slow(name) for name in MOMENTS])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(files, whole, tmp_path, moment):
     more, interruptions = MOMENTS[moment]
     command = Command(tmp_path / "run", *arguments(files, *more))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, listing, write
+from conftest import ROOT, listing, slow, write
 from huggingface_hub import ModelCard
 from lightning import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -87,10 +87,7 @@ def test_the_exported_policy_says_what_it_is(fitted):
         assert str(part) in card.text
 
 
-LORA = ["--config", ROOT / "configs" / "lora.yaml"]
-
-
-@pytest.mark.parametrize("lora", [[], pytest.param(LORA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [[], slow(["--config", ROOT / "configs" / "lora.yaml"])])
 def test_an_export_in_bfloat16_is_the_rounded_policy(run, setting, lora):
     _, arguments = setting
     policies = []

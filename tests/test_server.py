@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_policy, rejected
+from conftest import make_policy, rejected, slow
 
 import evaluate
 import train
@@ -253,9 +253,7 @@ def faithful(policy, temperature: float = 1.0):
     return reply
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, pytest.param("temperature", marks=pytest.mark.slow), "policy"]
-)
+@pytest.mark.parametrize("wrong", [None, slow("temperature"), "policy"])
 def test_a_server_that_samples_from_another_distribution_is_noticed(serve, run, tiny, wrong):
     policy, arguments = tiny
     other = make_policy(Path("other"), seed=1, scale=0.5) if wrong == "policy" else policy

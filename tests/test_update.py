@@ -9,7 +9,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, write
+from conftest import ROOT, TWO_RANKS, make_policy, make_trajectories, on_ranks, slow, write
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -165,7 +165,7 @@ def shifted(tmp_path_factory):
     return policy, data, trajectories
 
 
-OTHERS = [pytest.param(loss, marks=pytest.mark.slow) for loss in LIMITS if loss != "topr"]
+OTHERS = [slow(loss) for loss in LIMITS if loss != "topr"]
 
 
 @pytest.mark.parametrize("loss", ["topr", *OTHERS])
@@ -186,7 +186,7 @@ def test_so_it_does_on_a_gpu(run, shifted, loss):
     )
 
 
-@pytest.mark.parametrize("whole_groups", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.parametrize("whole_groups", [slow("false"), "true"])
 def test_conversations_several_epochs_clipping_and_a_schedule(run, whole_groups):
     """From two files, one with and one without the column `sampled`; neighbours share prompts."""
     policy = make_policy(run.folder / "base")
