@@ -252,6 +252,8 @@ def test_a_command_that_fails_says_why_and_leaves_what_it_printed_and_no_output(
         Commands(tmp_path).run("a")
     output = Path(re.search("see (.*?): ", str(error.value))[1])
     assert "absent.parquet" in output.read_text() and not (output.parent / "output").exists()
+    with output.open("a") as log:  # a start that diverged, and was killed before it was known
+        log.write("error: update 1: the loss is NaN or infinite\n")
     with pytest.raises(InputError):  # as another thread, or the same study again, would start it
         Commands(tmp_path).run("a")
     assert output.read_text().count("python -m topr.trajectories inspect absent.parquet") == 2

@@ -80,11 +80,10 @@ def start(output: Path, words: list[str]):
     multiprocessing.connection.wait([process.sentinel])
     with ENDS:
         process.join()
-    printed = output.read_text()
+    printed = output.read_text().rpartition("\npython -m ")[2]  # by this start
     if process.exitcode and "is NaN or infinite" not in printed:
         raise InputError(
-            f"{shlex.join(words[:3])} … failed ({process.exitcode}), see {output}: "
-            + printed.splitlines()[-1]
+            f"{words[0]} failed ({process.exitcode}), see {output}: " + printed.splitlines()[-1]
         )
 
 
