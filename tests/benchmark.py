@@ -259,7 +259,12 @@ def peak_flops() -> float:
 def alternate(
     case: str, commands: dict[str, list], rounds: int, folder: Path, about: dict
 ) -> list[dict]:
-    """Let the arms take turns; the first is compared with the others, round by round."""
+    """Let the arms take turns; the first is compared with the others, round by round.
+
+    By CPU time, since others' work costs wall time; beside a server, whose CPU time is not known
+    here, by wall time.
+    """
+    unit = "tokens_per_wall_s" if "server" in commands else "tokens_per_cpu_s"
     arms: list[Arm] = []
     try:
         for name, command in commands.items():
@@ -277,7 +282,7 @@ def alternate(
     for arm in arms:
         row = measured(arm, about)
         first = results[0] if results else row
-        pairs = zip(first["tokens_per_cpu_s"], row["tokens_per_cpu_s"], strict=True)
+        pairs = zip(first[unit], row[unit], strict=True)
         row["ratio"] = [one / other for one, other in pairs]
         results.append(row | {"case": case})
         speed = statistics.median(row["tokens_per_cpu_s"])
@@ -341,7 +346,7 @@ def train(args: argparse.Namespace, root: Path) -> list[dict]:
 def sample(args: argparse.Namespace, root: Path) -> list[dict]:
     """Our sampler against `generate`; utilisation is that of a forward of each response alone.
 
-    On a real policy against vLLM, too, which has its own process: then wall time counts.
+    On a real policy against vLLM, too.
     """
     folder = root / "sample"
     rows = 4 if args.quick else 32  # responses that are sampled side by side
