@@ -501,12 +501,11 @@ def test_overlays_write_every_argument_so_that_one_replaces_another(path):
     parser.add_argument("--data.whole_groups", type=bool)
     parsed = parser.parse_path(path)
     written = yaml.safe_load(path.read_text())
-    written["data"].setdefault("whole_groups", None)  # a loss that takes both leaves the choice
+    written["data"].setdefault("whole_groups", None)  # only pairs leave no choice
     assert parsed.as_dict() == written  # nothing was filled in
     made = parser.instantiate(parsed)
     pairs = made.model.loss.batching == "pairs"
-    by_group = not isinstance(made.data.advantage, Baseline)
-    assert made.data.whole_groups is (by_group if pairs or by_group else None)
+    assert made.data.whole_groups is (False if pairs else None)
     if path.stem in METHODS:
         assert (type(made.model.loss), type(made.data.advantage)) == METHODS[path.stem]
     same_name = path.stem.replace("_", "") == type(made.model.loss).__name__.lower()
