@@ -82,7 +82,7 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
     "a count out of range": ("--data.batch_size=0", "data.batch_size", "--data.batch_size=1"),
     "an argument out of range": (f"{LOSS}.a_minus=2", "0 <= a <= b", f"{LOSS}.a_minus=1"),
     "a negative seed": ("--seed_everything=-1", "data.seed", "--seed_everything=1"),
-    "a seed out of range": ("--seed_everything=5000000000", "seed_everything does not do", None),
+    "a seed out of range": ("--seed_everything=5000000000", "is no valid seed", None),
     "micro-batches": (
         "--data.microbatch_tokens=9",
         "data.microbatch_tokens",
@@ -134,6 +134,11 @@ CONFIGURATIONS = {  # wrong, words of the error, corrected
         "--trainer.gradient_clip_val=1",
         "set model.gradient_clip_val",
         None,
+    ),
+    "clipping to nothing": (
+        "--model.gradient_clip_val=0",
+        "model.gradient_clip_val",
+        "--model.gradient_clip_val=null",
     ),
     "half precision": (
         "--trainer.precision=bf16-true",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topr.batching import MicroBatch, Update
 from topr.datamodule import ProblemBatch
 from topr.io import InputError, explained
-from topr.io.distributed import gather, same_error_on_all_ranks
+from topr.io.distributed import end_all_ranks_on_error, gather
 from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss, check_output
 from topr.losses.statistics import (
@@ -50,7 +50,7 @@ class PolicyModule(LightningModule):
             `ServerSampler` is for predict only: its server does not hold the trained weights.
         lora: adapters to train instead of the weights; `policy/` then holds the merged weights,
             `adapter/` the adapters.
-        gradient_clip_val: largest norm of the gradient of an update; none: it is not clipped.
+        gradient_clip_val: largest norm of the gradient of an update; None, not 0: no clipping.
         activation_checkpointing: recompute activations in the backward instead of keeping them:
             less memory, a third more time.
         weights: a checkpoint, one file, whose weights replace the policy's own before training.
@@ -68,7 +68,7 @@ class PolicyModule(LightningModule):
         optimizer: OptimizerCallable,
         sampler: Sampler | None = None,
         lora: LoRA | None = None,
-        gradient_clip_val: NonNegativeFloat | None = 1.0,
+        gradient_clip_val: PositiveFloat | None = 1.0,
         activation_checkpointing: bool = False,
         weights: str | None = None,
         threads: PositiveInt | None = None,
@@ -255,22 +255,22 @@ class PolicyModule(LightningModule):
         """Sample and grade responses, and log the metrics over the problems of all ranks at the
         number of updates made. Lightning's own logging would take that of the last update, and
         leave out the policy before training (sanity checking)."""
-        from topr.evaluation.live import sample_and_grade, summarise
+        from topr.evaluation.live import metrics_of_all_ranks, sample_and_grade
 
         trajectories = sample_and_grade(self, batch)
-        found = {}
-        for name, value in summarise(batch, trajectories).items():
+        figures = {}
+        for name, value in metrics_of_all_ranks(batch, trajectories).items():
             low, high = value["interval"]
-            found[f"{split}/{name}"] = value["mean"]
-            found[f"{split}_interval/{name}_low"] = low
-            found[f"{split}_interval/{name}_high"] = high
+            figures[f"{split}/{name}"] = value["mean"]
+            figures[f"{split}_interval/{name}_low"] = low
+            figures[f"{split}_interval/{name}_high"] = high
         fitting = self.trainer.state.fn == "fit"
         if self.trainer.validating or self.trainer.testing:
             # equal on all ranks; logger=True makes Lightning print the table
-            self.log_dict(found, logger=not fitting, batch_size=1)
+            self.log_dict(figures, logger=not fitting, batch_size=1)
         # Lightning checks the sanity of some resumed runs, too
         if fitting and (self.global_step == 0 or not self.trainer.sanity_checking):
-            self.log_validation(found)
+            self.log_validation(figures)
         return trajectories
 
     def log_validation(self, figures: dict[str, float]):
@@ -320,7 +320,7 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint):
         if self._trainer:
-            with same_error_on_all_ranks():
+            with end_all_ranks_on_error():
                 check_fit(self, checkpoint, self.trainer.ckpt_path)
                 if self.trainer.state.fn == "fit":
                     check_unchanged(self, checkpoint)
