@@ -45,7 +45,7 @@ class Evaluation:
         k: of pass@k and maj@k.
         samples: responses per problem.
         max_new_tokens: longest response; by default the benchmark's.
-        greedy: take the likeliest tokens.
+        greedy: one response of the likeliest tokens; `samples` is ignored.
         verifier: policy that weighs the votes of weighted@k; by default none does.
         critiques: of the verifier, per response.
         log_probs: score the responses, so that they can be trained on; a third more time.
@@ -148,7 +148,10 @@ class Evaluation:
                 "--server serves one policy; evaluate one at a time, without --verifier"
             )
         if k > self.samples:
-            raise InputError(f"--k {k} exceeds --samples {self.samples}; raise the latter")
+            raise InputError(
+                f"--k {k} exceeds --samples {self.samples} (1 with --greedy); lower "
+                "--k or raise --samples"
+            )
         jobs = {}
         for policy in self.policy:
             for argument in self.benchmark:

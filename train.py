@@ -75,7 +75,7 @@ class CLI(LightningCLI):
         )
 
     def _set_seed(self):
-        with explained("seed_everything does not do", ValueError):
+        with explained("seed_everything is no valid seed", ValueError):
             super()._set_seed()
 
     def _parse_ckpt_path(self):
@@ -90,7 +90,7 @@ class CLI(LightningCLI):
             config.return_predictions = False  # they are written to files, and may be many
             if not config.data.out:
                 raise InputError("data.out is not set; predict needs it")
-        # a rank that another one starts finds a folder more; Lightning takes that of rank 0
+        # ranks that rank 0 starts find its folder, and count one further; Lightning takes rank 0's
         run = new_run(config)
         config.ckpt_path = self._find_checkpoint(run, config.get("ckpt_path"))
         if self.subcommand != "fit":  # no run's folder, which would stay empty
@@ -147,7 +147,8 @@ class CLI(LightningCLI):
             )
 
     def begin(self, trainer, _):
-        """The checkpoint, if any, has been found to fit: replace what the run had after it."""
+        """Once a resumed checkpoint has been checked, drop the rows that came after it; write
+        config.yaml."""
         self.run.keep_csv_rows(trainer.loggers, self.run.updates)
         remove(self.run.folder / "hparams.yaml")  # TensorBoardLogger would keep an old one
         write_text(self.run.folder / "config.yaml", self.yaml)

@@ -113,7 +113,7 @@ def test_ranks_gather_the_problems_of_all(tmp_path, shares):
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         rows = [row for i in shares[rank] for row in problems[i]]
         batch = ProblemBatch(SimpleNamespace(samples=4), shares[rank])
-        return live.summarise(batch, rows) == expected
+        return live.metrics_of_all_ranks(batch, rows) == expected
 
     children = []
     for rank in range(2):

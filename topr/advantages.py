@@ -14,7 +14,8 @@ from topr.io.settings import Configurable
 
 
 class Advantage(Configurable, ABC):
-    """Computes advantages; chosen by `data.advantage`. Any loss takes any advantage."""
+    """Computes advantages; chosen by `data.advantage`. `NFT` and `QRPO` need the one that their
+    docstrings name."""
 
     @abstractmethod
     def __call__(

@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
         return tuple(spans)
 
     def to(self, device: torch.device) -> "Tokens":
-        """A copy on a device, which goes on computing meanwhile."""
+        """A copy on a device; does not wait for it."""
         return Tokens._make(
             value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for value in self
@@ -99,14 +99,15 @@ def plan_batches(
     Args:
         group: number of each trajectory's group, [trajectories].
         positive: whether A >= 0, [trajectories].
-        batch_size: largest number of trajectories in a batch; the last one may be smaller.
+        batch_size: largest number of trajectories in a batch; the last one, or with `groups` any,
+            may be smaller.
         batching: `trajectories` shuffles them; `groups` shuffles groups and fills batches with
             whole ones; `pairs` draws min(n+, n-) disjoint pairs from each group and shuffles them,
             a positive and its negative side by side.
         seeds: of the shuffle and the pairs, usually the run's and the number of the epoch.
 
     Raises:
-        InputError: a group does not fit into a batch, or no group holds a pair.
+        InputError: a group or a pair does not fit into a batch, or no group holds a pair.
     """
     rng = np.random.default_rng(seeds)
     if batching == "trajectories":
@@ -182,10 +183,12 @@ def arrange(
 def partition(
     sizes: np.ndarray, bound: int, multiple: int = 1, unit: int = 1, padded: bool = False
 ) -> list[np.ndarray]:
-    """Trajectory numbers of balanced rows: as few as keep each within `bound` tokens.
+    """Split a batch into balanced rows: as few as keep each within `bound` tokens, a unit that
+    exceeds it alone.
 
-    Their number is rounded up to a multiple of `multiple`; empty rows fill up. The other arguments
-    are those of `arrange`."""
+    Returns, for each row, the places of its trajectories in the columns of `sizes`. The number of
+    rows is rounded up to a multiple of `multiple`; empty rows fill up. The other arguments are
+    those of `arrange`."""
     order, tokens = arrange(sizes, unit, padded)
     units = len(order)
 
@@ -198,10 +201,13 @@ def partition(
         return starts
 
     parts = math.ceil(len(row_starts(bound)) / multiple) * multiple
-    least = max(tokens(i, i + 1) for i in range(units))
+    largest_unit = max(tokens(i, i + 1) for i in range(units))
     # the smallest bound with which there are so few rows
     smallest = bisect_left(
-        range(tokens(0, units)), True, least, key=lambda largest: len(row_starts(largest)) <= parts
+        range(tokens(0, units)),
+        True,
+        largest_unit,
+        key=lambda largest: len(row_starts(largest)) <= parts,
     )
     rows = np.split(order, row_starts(smallest)[1:])
     rows = [(row[:, None] * unit + np.arange(unit)).ravel() for row in rows]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from topr.advantages import Advantage, Baseline, positive_share_of
 from topr.batching import Batching, MicroBatch, Update, pack, partition, plan_batches
 from topr.io import InputError, check_folder, lock
-from topr.io.distributed import gather, rank, same_error_on_all_ranks, world_size
+from topr.io.distributed import end_all_ranks_on_error, gather, rank, world_size
 from topr.io.settings import save_hyperparameters
 from topr.losses.base import Loss
 from topr.run.identity import content_hash, source_hash
@@ -178,9 +178,10 @@ class TrajectoryDataModule(LightningDataModule):
         task: reads the problems.
         batching: what must lie in one batch; see `batching.plan_batches`. The loss states it.
         train: trajectory Parquet: a path, a glob, a hub data set, or a list of them.
-        val: problems for validation, likewise.
-        test: problems for `test`, and for the figures before and after training, likewise.
-        problems: problems that `predict` samples: JSON lines, Parquet or a hub data set.
+        val: problems for validation: JSON lines, Parquet, or a hub data set
+            `owner/name[/config]:split`.
+        test: problems for `test`, and for the figures before and after training, as for `val`.
+        problems: problems that `predict` samples, as for `val`.
         advantage: computes advantages from rewards, see `topr.advantages`; by default A = R.
         samples: responses per problem for `predict` and `test`.
         val_samples: responses per problem for validation.
@@ -239,10 +240,10 @@ class TrajectoryDataModule(LightningDataModule):
         self.seed = seed
 
     def setup(self, stage: str):
-        """Check every file that a stage reads before anything is written. All ranks raise the first
-        InputError."""
+        """Check every file that a stage reads before anything is written. If a rank finds an error,
+        rank 0 raises it, and the others exit."""
         self.job = cache(self._job)  # of this setup; a decorated method would keep the module alive
-        with same_error_on_all_ranks():
+        with end_all_ranks_on_error():
             if getattr(self, NEEDED[stage]) is None:
                 raise InputError(f"data.{NEEDED[stage]} is not set; {stage} needs it")
             for split in ("val", "test") if stage == "fit" else [NEEDED[stage]]:
@@ -382,7 +383,7 @@ class TrajectoryDataModule(LightningDataModule):
 def check_signs(advantage: np.ndarray, loss: Loss | None):
     """Say where a loss would misunderstand the signs of advantages, or learn from one sign only."""
     zeros = int((advantage == 0).sum())
-    if loss and loss.sees_signs_only and zeros:
+    if loss and loss.refuses_zero_advantages and zeros:
         raise InputError(
             f"data.train: {zeros} of {len(advantage)} advantages are 0, but "
             f"{type(loss).__name__} sees their signs only",

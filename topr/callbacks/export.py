@@ -43,7 +43,9 @@ class ExportPolicy(Callback):
         if data and data.test:
             rank_zero_info("measuring the policy on data.test")
             batch = data.problem_batch("test")
-            self.measured[when] = live.summarise(batch, live.sample_and_grade(module, batch))
+            self.measured[when] = live.metrics_of_all_ranks(
+                batch, live.sample_and_grade(module, batch)
+            )
 
     def on_train_start(self, trainer, pl_module):
         if "before" not in self.measured:
@@ -73,7 +75,7 @@ class ExportPolicy(Callback):
             export_policy(load_policy(str(path)).bfloat16(), path)
         write_text(path / "README.md", self.model_card(pl_module))
         write_text(
-            folder / "summary.json", json.dumps(self.summarise(trainer, pl_module), indent=2) + "\n"
+            folder / "summary.json", json.dumps(self.summary(trainer, pl_module), indent=2) + "\n"
         )
         print(f"policy/ and summary.json are in {folder}")
 
@@ -86,7 +88,7 @@ class ExportPolicy(Callback):
             settings={"loss": plain(module.loss)} | module.decisive,
         )
 
-    def summarise(self, trainer, module: PolicyModule) -> dict:
+    def summary(self, trainer, module: PolicyModule) -> dict:
         """The contents of summary.json."""
         data = trainer.datamodule
         summary: dict = {}

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from topr.evaluation.metrics import per_problem
-from topr.evaluation.metrics import summarise as with_intervals
+from topr.evaluation.metrics import per_problem, summarise
 from topr.io.distributed import Preempted, gather, stop_requested
 from topr.policy.sharding import full_weights
 from topr.sampling.local import LocalSampler
@@ -48,11 +47,11 @@ def predict(module: "PolicyModule", batch: "ProblemBatch") -> list[Trajectory]:
     return trajectories
 
 
-def summarise(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict:
+def metrics_of_all_ranks(batch: "ProblemBatch", trajectories: list[Trajectory]) -> dict:
     """Metrics over the problems of all ranks: means with intervals."""
     values = per_problem(trajectories, [batch.job.samples])
     values.index = batch.numbers
-    return with_intervals(pd.concat(gather(values)).sort_index())
+    return summarise(pd.concat(gather(values)).sort_index())
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from topr.io import InputError
-from topr.io.distributed import gather, rank, same_error_on_all_ranks, world_size
+from topr.io.distributed import end_all_ranks_on_error, gather, rank, world_size
 from topr.policy.files import encode_prompt, load_tokenizer, vocabulary_and_context
 from topr.policy.model import Policy
 from topr.run.identity import content_hash, provenance, source_hash
@@ -83,7 +83,7 @@ class SamplingJob:
             InputError: the folder holds another job's files.
         """
         written = sorted(folder.glob("*.parquet")) if folder else []
-        with same_error_on_all_ranks():
+        with end_all_ranks_on_error():
             for path in written:
                 found = read_metadata(path)
                 if ungraded(found) != ungraded(self.metadata):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-LARGEST = 1e6  # of rewards, baselines and log-probs: sums of them are squared in float32
+LARGEST = 1e6  # reward or stored log-prob: sums of them are squared in float32
 StrPath = str | Path
 LOCKS: list[IO] = []  # open files; closing one ends its lock
 

@@ -64,9 +64,9 @@ def gather(value) -> list[Any]:
 
 
 @contextmanager
-def same_error_on_all_ranks() -> Iterator[None]:
-    """If the block raises an InputError on any rank, every rank ends, and rank 0 raises it. All
-    ranks must enter it."""
+def end_all_ranks_on_error() -> Iterator[None]:
+    """If the block raises an InputError on any rank, rank 0 raises it, and the other ranks exit
+    with code 0. All ranks must enter the block."""
     error = None
     try:
         yield

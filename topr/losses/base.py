@@ -21,7 +21,9 @@ class LossOutput(NamedTuple):
     """Loss and statistics of each trajectory. Only `loss_B` has a gradient."""
 
     loss_B: Tensor  # the caller divides the sum by the trajectories of the global batch
-    objective_B: Tensor  # what is maximised, before any division by T; for TOPR A rho(pi/mu)
+    # what is maximised: of TOPR A rho(pi/mu), before the division by T; of token ratios A times
+    # their mean rho
+    objective_B: Tensor
     log_ratio_B: Tensor  # h
     weight_B: Tensor  # what multiplies A grad log pi; of token ratios the mean
     truncated_B: Tensor  # 1 where the ratio is truncated or masked; of token ratios the share
@@ -32,12 +34,12 @@ class Loss(Configurable, ABC):
 
     `batching` says what must lie in one batch: `trajectories` in any order, or `pairs` of a
     positive and a negative of one prompt, neighbours in this order. Except for pairs, the loss of
-    a trajectory depends on that trajectory and its advantage alone. A loss with `sees_signs_only`
-    takes no notice of the size of advantages, so none may be 0.
+    a trajectory depends on that trajectory and its advantage alone. With
+    `refuses_zero_advantages`, no advantage may be 0: the loss sees signs only.
     """
 
     batching: Literal["trajectories", "pairs"] = "trajectories"
-    sees_signs_only = False
+    refuses_zero_advantages = False
 
     @abstractmethod
     def __call__(

@@ -65,7 +65,7 @@ class KTO(PreferenceLoss):
     z, a divergence estimated from mismatched pairs, is 0 offline. Both classes weigh 1.
     """
 
-    sees_signs_only = True
+    refuses_zero_advantages = True
 
     def __call__(self, log_probs_N, ref_log_probs_N, length_B, advantage_B) -> LossOutput:
         log_ratio_B = sum_tokens(log_probs_N - ref_log_probs_N, length_B)

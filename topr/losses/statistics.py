@@ -1,6 +1,7 @@
 """What an update did to each of its trajectories: gathered over ranks, checked and summarised.
 
-All columns are float64 (float32 would round row numbers), with a value for each trajectory.
+Columns hold a value for each trajectory. They are gathered as float64, because float32 would
+round row numbers; `trajectory` and `group` are integers again afterwards.
 """
 
 import numpy as np
@@ -11,12 +12,12 @@ from torch import Tensor
 from topr.advantages import positive_share_of
 from topr.batching import MicroBatch
 from topr.io import InputError
-from topr.io.distributed import gather, same_error_on_all_ranks
+from topr.io.distributed import end_all_ranks_on_error, gather
 from topr.losses.base import LossOutput, sum_tokens
 
-# of any sequence before the first update, where mu is this policy scored in float32
+# largest |h| of the first batch, if this policy has scored log mu in float32 and trains in float32
 MAX_LOG_RATIO = 1e-2
-# likewise per token, where either precision is bfloat16
+# if either precision is bfloat16: largest median of |h|/T
 MEDIAN_TOKEN_LOG_RATIO = 2e-2
 Columns = dict[str, np.ndarray]
 
@@ -76,7 +77,7 @@ def check_finite(columns: Columns, norm: float, update: int, data):
         bad = columns["trajectory"][~np.isfinite(values)]
         if len(bad):
             where = "" if data is None else f", first {data.place(bad[0])}"
-            with same_error_on_all_ranks():
+            with end_all_ranks_on_error():
                 raise InputError(
                     f"update {update}: the {name} is NaN or infinite for {len(bad)} of its "
                     f"{len(values)} trajectories{where}; nothing was updated",
@@ -96,28 +97,28 @@ def check_start(columns: Columns, precision: str, data, policy_hash: str):
     if data is None:
         return
     trajectory = columns["trajectory"]
-    own = data.sampled_by(policy_hash, trajectory)
-    if not own.all():
-        low, middle, high = np.quantile(columns["log_ratio"][~own], [0, 0.5, 1])
+    by_this_policy = data.sampled_by(policy_hash, trajectory)
+    if not by_this_policy.all():
+        low, middle, high = np.quantile(columns["log_ratio"][~by_this_policy], [0, 0.5, 1])
         rank_zero_info(
-            f"another or an unknown policy sampled {(~own).mean():.0%} of the first batch; "
-            f"log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
+            f"another or an unknown policy sampled {(~by_this_policy).mean():.0%} of the first "
+            f"batch; log-ratios: min {low:.3g}, median {middle:.3g}, max {high:.3g}"
         )
-    if not own.any():
+    if not by_this_policy.any():
         return
-    size = np.abs(columns["log_ratio"][own])
-    found, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
+    size = np.abs(columns["log_ratio"][by_this_policy])
+    distance, bound, measure = size.max(), MAX_LOG_RATIO, "the largest |log pi - log mu|"
     if precision != "32-true" or not data.in_float32:
-        size = size / columns["length"][own]
-        found, bound = np.median(size), MEDIAN_TOKEN_LOG_RATIO
+        size = size / columns["length"][by_this_policy]
+        distance, bound = np.median(size), MEDIAN_TOKEN_LOG_RATIO
         measure = "the median |log pi - log mu| per token"
-    if found <= bound:
+    if distance <= bound:
         return
-    worst = data.place(trajectory[own][size.argmax()])
-    with same_error_on_all_ranks():
+    worst = data.place(trajectory[by_this_policy][size.argmax()])
+    with end_all_ranks_on_error():
         raise InputError(
             "data.train says that this policy sampled it, but before the first update "
-            f"{measure} is {found:.3g}, expected at most {bound} (worst: {worst}); "
+            f"{measure} is {distance:.3g}, expected at most {bound} (worst: {worst}); "
             "score the responses again with this policy"
         )
 
@@ -132,7 +133,7 @@ def statistics(columns: Columns) -> dict[str, float]:
     gradient = columns["gradient"]
     squares = (weight**2).sum() * len(weight)
     drift = columns["log_ratio"] / columns["length"]
-    found = {
+    figures = {
         "train/loss": columns["loss"].mean(),
         "train/objective": columns["objective"].mean(),
         "train/reward": columns["reward"].mean(),
@@ -145,14 +146,14 @@ def statistics(columns: Columns) -> dict[str, float]:
     }
     for sign, chosen in (("positives", positive), ("negatives", ~positive)):
         log_ratio = columns["log_ratio"][chosen] if chosen.any() else np.array([np.nan])
-        found |= {
+        figures |= {
             f"log_ratio/{sign}_mean": log_ratio.mean(),
             f"log_ratio/{sign}_min": log_ratio.min(),
             f"log_ratio/{sign}_max": log_ratio.max(),
             f"drift/{sign}": mean(drift[chosen]),
             f"weight/{sign}_truncated": mean(columns["truncated"][chosen]),
         }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in figures.items()}
 
 
 def mean(values: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from topr.io import InputError
 from topr.losses.base import Loss, LossOutput, mean_tokens, sum_tokens
 
-LOG_INFINITY = 20.0  # b = infinity stands for b = e^20, continued linearly like every other b
+LOG_INFINITY = 20.0  # b = infinity stands for b = e^20; above any b, rho is linear in log x
 LOG_ZERO = -1e4  # its exponential is exactly 0
 TOLERANCE = 1e-4  # rounding in h, which must not count as truncated on policy
 

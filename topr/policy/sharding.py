@@ -1,5 +1,5 @@
-"""Policies sharded with FSDP2: each rank reads its shard. Full weights are materialised only while
-sampling."""
+"""Policies sharded with FSDP2: each rank reads its shard. While sampling, every rank holds full
+weights; rank 0 collects them on its CPU for export and hashing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -49,8 +49,8 @@ def enable_if_exact(policy, tokens: Tokens, expected_N: Tensor, bound: float):
     windows = []
 
     def recorded(*args, **kwargs):
-        # a soft cap in place of a window: `attend` computes none, and must not raise in the forward
-        # of a sharded model, which would stay gathered
+        # A soft cap, which `attend` ignores, is recorded as a window, so that the comparison below
+        # fails. An error here would leave a sharded model gathered.
         windows.append(kwargs.get("softcap", kwargs.get("sliding_window")))
         return attend(*args, **kwargs)
 

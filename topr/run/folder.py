@@ -94,11 +94,11 @@ def new_run(config) -> Run:
 
 def loggers_of(trainer):
     """The configurations of a trainer's loggers."""
-    found = trainer.get("logger") or []
-    if not isinstance(found, list):
-        found = [found]
+    loggers = trainer.get("logger") or []
+    if not isinstance(loggers, list):
+        loggers = [loggers]
     # true is Lightning's default, whose folder is that of the trainer
-    return [logger for logger in found if hasattr(logger, "init_args")]
+    return [logger for logger in loggers if hasattr(logger, "init_args")]
 
 
 def versions(root: Path) -> list[int]:

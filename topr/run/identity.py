@@ -56,7 +56,7 @@ def source_hash(part) -> str:
             files.append(Path(file))
         else:
             sources.append(inspect.getsource(kind))  # of a notebook
-    for file in files:  # which grow
+    for file in files:  # also those that the loop appends
         for line in re.findall(r"^\s*(?:from|import) .*", file.read_text(), re.MULTILINE):
             beside = [file.with_name(f"{word}.py") for word in re.findall(r"\w+", line)]
             files += {path for path in beside if path.exists()}.difference(files)
@@ -123,8 +123,8 @@ def provenance(name: str, precision: str, **more) -> dict:
 def decisive(module) -> dict:
     """What decides the updates and the figures of a module's run, by content."""
     names = ("lora", "optimizer", "lr_scheduler", "gradient_clip_val")
-    found = {f"model.{name}": plain(getattr(module, name)) for name in names}
-    found |= {
+    settings = {f"model.{name}": plain(getattr(module, name)) for name in names}
+    settings |= {
         "code of model.optimizer or model.lr_scheduler": content_hash(
             source_hash(module.optimizer), source_hash(module.lr_scheduler)
         ),
@@ -135,7 +135,7 @@ def decisive(module) -> dict:
         "trainer.limit_train_batches": module.trainer.limit_train_batches,
     }
     data = module.trainer.datamodule
-    return found | plain(data.decisive()) if data else found
+    return settings | plain(data.decisive()) if data else settings
 
 
 def check_unchanged(module, checkpoint: dict):
@@ -169,7 +169,7 @@ def check_fit(module, checkpoint: dict, path):
         raise InputError(f"{path} was written with model.lora {lora}", "set it so")
     if lora and before["model.policy"] != policy_hash(module.policy_name):
         raise InputError(f"{path} holds adapters of another model.policy", "name that one")
-    own = module.kept_weights()
-    stored = checkpoint.get("state_dict", own)  # none: it is sharded, and torch compares
-    if {key: own[key].shape for key in own} != {key: stored[key].shape for key in stored}:
+    weights = module.kept_weights()
+    stored = checkpoint.get("state_dict", weights)  # none: it is sharded, and torch compares
+    if {key: weights[key].shape for key in weights} != {key: stored[key].shape for key in stored}:
         raise InputError(f"{path} is of a model.policy of another shape", "name that one")

@@ -41,12 +41,12 @@ class LocalSampler(Sampler):
     """Samples in this process. A requested stop returns the responses so far, also unfinished ones.
 
     Args:
-        rows: at most this many responses are decoded side by side, by default 512; fewer if no more
-            fit into a GPU's memory.
+        rows: at most this many responses are decoded side by side; fewer if no more fit into a
+            GPU's memory.
     """
 
-    def __init__(self, rows: PositiveInt | None = None):
-        self.rows = rows or 512
+    def __init__(self, rows: PositiveInt = 512):
+        self.rows = rows
 
     @torch.no_grad()
     def sample(self, policy, prompts, n, sampling, seed, prompt_indices=()) -> list[list[Response]]:

@@ -68,7 +68,7 @@ def is_many(name: str, value) -> bool:
     return name in ("reward", "finished") or isinstance([*value, ""][0], (str, list))
 
 
-def uniform(messages):
+def normalise_messages(messages):
     """Chat messages with the keys and the roles of chat templates; anything else as it is."""
     if not isinstance(messages, list):
         return messages

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from jsonargparse.typing import PositiveInt
 
 from topr.io import LARGEST, InputError, check_absent, explained, first_line
-from topr.trajectories.fields import FIELDS, Expressions, find_fields, uniform
+from topr.trajectories.fields import FIELDS, Expressions, find_fields, normalise_messages
 from topr.trajectories.file import Trajectory, write_trajectories
 from topr.trajectories.rows import load_rows
 
@@ -142,7 +142,7 @@ def tokenise(
         finished = response_ids[-1] in policy.end_tokens
     else:
         logprobs = None  # of unknown tokens
-        prompt, response = split(uniform(prompt), uniform(response))
+        prompt, response = split(normalise_messages(prompt), normalise_messages(response))
         text, prompt_ids = encode_prompt(prompt, policy.tokenizer)
         if isinstance(response, str):
             response_ids = encode(response, policy.tokenizer, special=False)

@@ -56,8 +56,8 @@ class TrainingSet:
 
     def sampled_by(self, policy_hash: str, trajectory: np.ndarray) -> np.ndarray:
         """Whether their files say that this policy sampled trajectories."""
-        own = np.array([entry["policy"] == policy_hash for entry in self.metadata])
-        return own[self.file[trajectory]]
+        same_policy = np.array([entry["policy"] == policy_hash for entry in self.metadata])
+        return same_policy[self.file[trajectory]]
 
 
 def read_training_set(train: str | list[str], policy: str, longest: int) -> TrainingSet:
