@@ -23,6 +23,7 @@ from topr.trajectories import add_log_probs, read_metadata, read_trajectories, w
 STAGES = ["predict", "fit", "predict", "fit"]  # of two iterations
 ARGUMENTS = [
     "--model.policy=base",
+    "--model.weights=start.ckpt",
     "--out=out",
     "--iterations=2",
     "--curate",
@@ -53,6 +54,9 @@ class Train:
         given = dict(argument[2:].split("=") for argument in arguments)
         policy = given.get("model.policy", "base")
         seed = int(given["seed_everything"])
+        # a checkpoint of the user's would lie over the newest policy
+        assert policy == "base" or given["model.weights"] == "null"
+        assert given["ckpt_path"] == {"predict": "null", "fit": "last"}[command]
         if command == "predict":
             task = Parity()
             sampling = Sampling(top_k=0, max_new_tokens=12)
@@ -70,7 +74,7 @@ class Train:
         else:
             logger = "trainer.logger.init_args"
             run = Path(given[f"{logger}.save_dir"], given[f"{logger}.name"], "version_0")
-            assert given["ckpt_path"] == "last"
+            assert given["trainer.logger"] == "TensorBoardLogger"
             assert read_metadata(given["data.train"])["policy"] == policy_hash(policy)
             make_policy(run / "policy", seed=seed, scale=0.3)
             if killed:

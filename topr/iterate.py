@@ -21,6 +21,7 @@ from topr.io import check_folder, lock, write_text
 from topr.io.commands import OneSentenceErrors, command
 from topr.io.distributed import die_with_parent
 from topr.trajectories.curate import curate
+from topr.trajectories.file import expand_globs
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 LOGGER = "--trainer.logger.init_args"
@@ -52,7 +53,7 @@ def iterate(args: argparse.Namespace, rest: list[str]):
     its output, and refuses one of other arguments."""
     check_folder("--out", args.out)
     lock(args.out)
-    policy: list[str] = []  # at first that of the configuration
+    policy: list = []  # at first that of the configuration
     summaries = []
     for number in range(args.iterations):
         folder = args.out / f"iteration_{number}"
@@ -61,14 +62,21 @@ def iterate(args: argparse.Namespace, rest: list[str]):
         samples = folder / "samples"
         chosen = folder / "train.parquet"
         # in process: a server would go on with the policy that it has
-        train("predict", *common, f"--data.out={samples}", "--model.sampler=null")
-        files = sorted(map(str, samples.glob("*.parquet")))
+        train(
+            "predict", *common, f"--data.out={samples}", "--model.sampler=null", "--ckpt_path=null"
+        )
+        files = expand_globs([f"{samples}/*.parquet"])
         curate(args.curate, files, chosen, args.budget, seed=seed, iteration=number, overwrite=True)
-        common += [f"--data.train={chosen}", "--ckpt_path=last"]
+        # a logger whose folder is known, in the place of others
+        common += [
+            f"--data.train={chosen}",
+            "--ckpt_path=last",
+            "--trainer.logger=TensorBoardLogger",
+        ]
         train("fit", *common, f"{LOGGER}.save_dir={folder}", f"{LOGGER}.name=fit")
         # a fit that made no checkpoint has started again in a folder of its own
         run = max((folder / "fit").glob("version_*"), key=os.path.getmtime)
-        policy = [f"--model.policy={run / 'policy'}"]
+        policy = [f"--model.policy={run / 'policy'}", "--model.weights=null"]
         summaries.append(json.loads((run / "summary.json").read_text()))
         figures = pd.json_normalize(summaries).T  # a column for each iteration
         write_text(args.out / "results.csv", figures.to_csv())
