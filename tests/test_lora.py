@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, make_trajectories, rejected, write
+from conftest import ROOT, make_policy, make_trajectories, rejected, write
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_update import assert_close_weights, fit, fit_arguments, same_weights
@@ -102,6 +102,9 @@ def test_activation_checkpointing_does_not_change_updates_and_samples(
     assert before[0] == before[1]
 
 
-def test_targets_that_fit_no_layer_are_rejected(run, policy, data):
-    given = fit_arguments(policy, data, "--model.lora.targets=[nowhere]")
+@pytest.mark.parametrize("targets", ["nowhere", "lm_head", "q_proj,embed_tokens"])
+def test_targets_that_fit_no_layer_or_the_output_projection_are_rejected(run, targets):
+    policy = make_policy(run.folder / "tied", tie_word_embeddings=True)
+    data = write(run.folder / "a.parquet", policy, make_trajectories(policy))
+    given = fit_arguments(policy, data, f"--model.lora.targets=[{targets}]")
     rejected(run, "model.lora.targets", *given)

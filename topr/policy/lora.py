@@ -5,7 +5,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 
-from topr.io import explained
+from topr.io import InputError, explained
 from topr.policy.model import LoRA, Policy, load_policy
 
 
@@ -22,6 +22,9 @@ def add_adapters(policy: Policy, lora: LoRA):
     for layer in policy.model.modules():
         if not isinstance(layer, LoraLayer):
             continue
+        if layer.weight is policy.model.get_output_embeddings().weight:
+            # log-probs are computed from the weight alone, without adapters
+            raise InputError("model.lora.targets names the output projection: leave it out")
         # next to weights on the meta device, adapters are there as well
         for name in layer.adapter_layer_names:
             getattr(layer, name).to_empty(device="cpu")
