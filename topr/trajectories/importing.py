@@ -35,8 +35,8 @@ def import_files(
     """Write the rows of files as trajectories, with log mu of a policy.
 
     A text prompt gets special tokens, chat messages the tokenizer's template. A finished response,
-    which is the default, gets an end token unless it has one. Token ids stay as they were sampled.
-    Boolean rewards become +-1.
+    which is the default, gets an end token unless it has one: EOS, or what the template writes.
+    Token ids stay as they were sampled. Boolean rewards become +-1.
 
     Args:
         files: sources that `load_rows` takes
@@ -90,8 +90,7 @@ def import_files(
         sequence = np.abs([gap.sum() for gap in gaps])
         print(
             f"|stored - rescored| log mu: {token.mean():.3g} a token, {sequence.mean():.3g} a "
-            f"sequence, at most {sequence.max():.3g}; an engine rounds by about "
-            "0.003 a token, another policy differs by more"
+            "sequence; an engine rounds by about 0.003 a token, another policy differs by more"
         )
     metadata = provenance(policy, precision)
     if log_mu == "stored":
@@ -147,7 +146,12 @@ def tokenise(
         if isinstance(response, str):
             response_ids = encode(response, policy.tokenizer, special=False)
             if finished and not policy.end_tokens & set(response_ids[-1:]):
-                response_ids.append(policy.tokenizer.eos_token_id)
+                end = policy.tokenizer.eos_token_id
+                if text is not prompt:  # chat messages: the end that their template writes
+                    turns = [*prompt, {"role": "assistant", "content": "x"}]
+                    ids = policy.tokenizer.apply_chat_template(turns)["input_ids"]
+                    end = max(policy.end_tokens & {*ids[-3:]}, default=end)
+                response_ids.append(end)
         else:
             ids, marks = tokenise_conversation([*prompt, *response], finished, policy)
             response_ids = ids[len(prompt_ids) :]
