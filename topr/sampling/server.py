@@ -9,7 +9,7 @@ import numpy as np
 import openai
 from jsonargparse.typing import PositiveInt
 
-from topr.io import InputError, first_line
+from topr.io import InputError, explained
 from topr.sampling.base import Response, Sampler
 from topr.sampling.local import end_of_response
 
@@ -47,13 +47,10 @@ class ServerSampler(Sampler):
         )
 
         def finish():
-            try:
+            with explained(
+                f"{', '.join(self.urls)} fails", remedy="see to the server, then start again"
+            ):
                 responses = begun.result()
-            except openai.APIError as error:
-                why = error.body or first_line(error.__cause__ or error)
-                raise InputError(
-                    f"{error.request.url} fails: {why}", "see to the server, then start again"
-                ) from error
             return [responses[start : start + n] for start in range(0, len(responses), n)]
 
         return finish
