@@ -63,7 +63,7 @@ def test_share_keeps_as_many_as_the_scarce_sign_allows_or_a_total():
     assert share(300, 700, 0.1) == (78, 700)
     assert share(300, 700, 0.5) == (300, 300)
     assert share(9, 3, 0.6) == (4, 3)
-    for wanted, total in ((0.1, 500), (0.25, 10), (0.9, 50)):
+    for wanted, total in ((0.1, 500), (0.25, 10), (0.9, 50), (0.5, 5), (0.5, 7)):
         positives, negatives = share(300, 700, wanted, total)
         assert positives + negatives == total
         assert abs(positives - wanted * total) <= 0.5

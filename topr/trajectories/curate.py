@@ -78,7 +78,7 @@ def with_share(
     incorrect = rng.permutation(np.flatnonzero(reward <= 0))
     size = total or min(len(correct) / share, len(incorrect) / (1 - share))
     positives = round(size * share)
-    negatives = round(size * (1 - share))
+    negatives = total - positives if total else round(size * (1 - share))
     if not (0 < positives <= len(correct) and 0 < negatives <= len(incorrect)):
         raise InputError(
             f"{len(correct)} positives and {len(incorrect)} negatives are too few for a share of "
