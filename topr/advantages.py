@@ -95,7 +95,8 @@ class GroupBalanced(Advantage):
     """Drops surplus negatives (R below the group's mean) at random until the group is balanced.
 
     A = R - mean of the kept, and 0 for the dropped, which still count in the loss's divisor. Each
-    epoch drops anew. The advantage of RED-Drop (arXiv:2509.24203).
+    epoch drops anew. The advantage of RED-Drop (arXiv:2509.24203); not for losses of pairs, which
+    would take the dropped for positives.
     """
 
     def __call__(self, reward, group, rng):

@@ -188,8 +188,7 @@ class PolicyModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+            self.lr_schedulers().step()  # type: ignore[union-attr]
         figures = statistics(columns) | {"gradient/norm": norm, "train/lr": rate}
         for name, value in figures.items():  # for callbacks; the same on all ranks
             self.log(name, value, logger=False, prog_bar=name == "train/loss")
@@ -199,7 +198,7 @@ class PolicyModule(LightningModule):
     def add_gradient(self, part: MicroBatch, trajectories):
         """Add the gradient of a micro-batch to that of its update, which has so many trajectories
         over all ranks. Returns its columns; nothing else outlives the call."""
-        log_probs_N = self.policy.log_probs(part.tokens)
+        log_probs_N: Any = self.policy.log_probs(part.tokens)
         log_probs_N.retain_grad()  # statistics: the positives' share of the gradient
         output = self.loss(
             log_probs_N, part.ref_log_probs_N, part.tokens.length_B, part.advantage_B
@@ -208,7 +207,6 @@ class PolicyModule(LightningModule):
         # whole update. The strategy averages over ranks, which is cancelled here.
         scale_B = part.real_B * (self.trainer.world_size / trajectories)
         self.manual_backward((output.loss_B * scale_B).sum())
-        assert log_probs_N.grad is not None
         return columns_of(part, output, log_probs_N.grad)
 
     def no_reduction(self):

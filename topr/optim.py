@@ -1,6 +1,6 @@
 """Adafactor (Shazeer & Stern, arXiv:1804.04235) with an absolute learning rate."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from jsonargparse.typing import NonNegativeFloat
@@ -21,10 +21,10 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure=None):
         """One update of every parameter with a gradient."""
         with torch.enable_grad():
-            loss = closure() if closure else None
+            loss = closure and closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

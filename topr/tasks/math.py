@@ -16,7 +16,6 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 from topr.sampling import Sampling
-from topr.tasks.gsm8k import last_number
 from topr.tasks.task import Grade, Task, after_thinking
 
 SECONDS = 4  # per comparison
@@ -36,7 +35,6 @@ SPELLING = [
     (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$|(?<=\d)\.(?=/)", ""),
     # One name for each symbol and command.
     ("π", r"\\pi "),
-    ("∞", r"\\infty "),
     ("−", "-"),
     (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:math|text)(?:rm|bf|it)?(?= ?\{)|\\mbox(?= ?\{)", r"\\text"),
@@ -82,7 +80,7 @@ class MATH(Task):
     sampling = Sampling(stop=["\nQuestion:"])
 
     def gold(self, answer) -> str:
-        text = ", ".join(answer) if isinstance(answer, list) else str(answer)
+        text = ", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
         return last_box(text) or (text if len(text) <= LONGEST else "")
 
     def grade(self, response: str, gold: str) -> Grade:
@@ -100,11 +98,6 @@ class MATH(Task):
         if verdict:
             return Grade(1.0, True, right)
         return Grade(-1.0, None if verdict is None else True, answer)
-
-    def grade_leniently(self, response: str, gold: str) -> Grade:
-        """Without a box, the answer is the last number of the response."""
-        said = after_thinking(response)
-        return self.grade(rf"\boxed{{{last_number(said) or ''}}} {said}", gold)
 
 
 def last_box(text: str) -> str | None:
