@@ -4,7 +4,6 @@ python evaluate.py --policy runs/x/version_0/policy --benchmark arithmetic
 """
 
 import gc
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from topr.evaluation.benchmarks import find_benchmark
 from topr.evaluation.metrics import per_problem, summarise
 from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
-from topr.io import InputError, check_folder, write_text
+from topr.io import InputError, claim
 from topr.io.commands import ArgumentParser, command
 from topr.io.distributed import end_rank_with_launcher, gather, rank, world_size
 from topr.policy import Policy, load_policy, own_device
@@ -121,23 +120,14 @@ class Evaluation:
             print(f"results and responses are under {self.out}")
 
     def claim(self, jobs):
-        """Write to `out` what its results are of. An InputError if it holds results of others."""
+        """Make `out` hold the results of these jobs; an InputError if it holds others."""
         verifier = self.verifier and policy_hash(self.verifier)
         sampled = []
         for key, jobs_of_seeds in jobs.items():
             sampled.append([*key, *[job.responses_hash for job in jobs_of_seeds]])
-        text = json.dumps([self.k, verifier, self.critiques, sampled])
-        path = self.out / "arguments.json"
-        check_folder("--out", self.out)
-        same = path.exists() and path.read_text() == text
-        if (self.out / "results.json").exists() and not (same or self.overwrite):
-            raise InputError(
-                f"{self.out} holds results of other policies or arguments (see {path})",
-                "name another --out, or replace them with --overwrite true",
-            )
-        write_text(path, text)
+        claim(self.out, [self.k, verifier, self.critiques, sampled], self.overwrite)
 
-    def find_jobs(self) -> dict[tuple[str, str], list[SamplingJob]]:
+    def find_jobs(self) -> dict:
         """What to sample with each seed, by policy and benchmark. An InputError for what cannot be
         sampled.
 

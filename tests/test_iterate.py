@@ -155,6 +155,17 @@ def test_more_iterations_follow_those_that_are_there(train, run):
     assert code == 2 and "holds responses of another policy" in error
 
 
+def test_changed_arguments_replace_no_policy(train, run):
+    assert run(drive, *ARGUMENTS)[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*.*")}
+    for more in (["--trainer.max_steps=3"], ["--budget=2"]):
+        code, _, error = run(drive, *ARGUMENTS, *more)
+        assert code == 2 and "out holds results of other arguments" in error
+    after = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*.*")}
+    assert after == before
+    assert run(drive, *ARGUMENTS)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("more", "words"), [(["--iterations=0"], "iterations"), (["--curate=best"], "best")]
 )

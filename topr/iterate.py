@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from topr.io import check_folder, lock, write_text
+from topr.io import claim, write_text
 from topr.io.commands import OneSentenceErrors, command
 from topr.io.distributed import die_with_parent
 from topr.trajectories.curate import curate
@@ -51,8 +51,7 @@ def make_parser() -> Parser:
 def iterate(args: argparse.Namespace, rest: list[str]):
     """Repeat the three steps; `rest` holds the arguments of train.py. A step that is complete finds
     its output, and refuses one of other arguments."""
-    check_folder("--out", args.out)
-    lock(args.out)
+    claim(args.out, [args.curate, args.budget, args.seed, rest])
     policy: list = []  # at first that of the configuration
     summaries = []
     for number in range(args.iterations):

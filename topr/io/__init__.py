@@ -1,6 +1,7 @@
 """Errors for users, files that are complete or absent; beside them arguments, settings, ranks."""
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -65,6 +66,22 @@ def check_absent(path: StrPath, overwrite: bool):
     check_folder("--out: the folder", Path(path).parent)
     if Path(path).exists() and not overwrite:
         raise InputError(f"--out {path} exists", "name another, or add --overwrite true")
+
+
+def claim(out: Path, arguments, overwrite=False):
+    """Lock a folder, and write to it what its results are of: `results.*`, if there are any yet. An
+    InputError if they are of other arguments."""
+    path = out / "arguments.json"
+    text = json.dumps(arguments)
+    check_folder("--out", out)
+    lock(out)
+    same = path.exists() and path.read_text() == text
+    if not same and any(out.glob("results.*")) and not overwrite:
+        raise InputError(
+            f"{out} holds results of other arguments or policies (see {path})",
+            "name another --out, or remove them (evaluate.py: --overwrite true)",
+        )
+    write_text(path, text)
 
 
 @contextmanager
