@@ -92,13 +92,15 @@ class CLI(LightningCLI):
                 raise InputError("data.out is not set; predict needs it")
         # ranks that rank 0 starts find its folder, and count one further; Lightning takes rank 0's
         run = new_run(config)
-        config.ckpt_path = self._find_checkpoint(run, config.get("ckpt_path"))
-        if self.subcommand != "fit":  # no run's folder, which would stay empty
+        checkpoint = self._find_checkpoint(run, config.get("ckpt_path"))
+        config.ckpt_path = None  # in config.yaml, which is of the whole run
+        if self.subcommand == "fit":
+            self.yaml = self._parser("fit").dump(config, skip_none=False)
+            run.direct_loggers(config.trainer)
+            self.run = run
+        else:  # no run's folder, which would stay empty
             config.trainer.logger = False
-            return
-        self.yaml = self._parser("fit").dump(config, skip_none=False)
-        run.direct_loggers(config.trainer)
-        self.run = run
+        config.ckpt_path = checkpoint
 
     def _find_checkpoint(self, run: Run, checkpoint: str | None) -> str | None:
         """The checkpoint that --ckpt_path names; that of `last` makes `run` the one it resumes."""

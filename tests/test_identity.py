@@ -2,12 +2,16 @@
 and what does not fit together is refused."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, make_policy, make_trajectories, rejected, slow, write
 from safetensors.torch import load_file
 
@@ -90,11 +94,14 @@ def test_a_changed_grader_changes_an_evaluation(run, tiny, task):
     assert len(list(Path("out").glob("responses/*/*.parquet"))) == 1
 
 
-HELPERS = {"helper.py": "from deeper import ZERO\n\nEVEN = ZERO\n", "deeper.py": "ZERO = 0\n"}
+HELPERS = {
+    "helper.py": "from lib.deeper import ZERO\n\nEVEN = ZERO\n",
+    "lib/deeper.py": "ZERO = 0\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("file", "code"), [("helper.py", "EVEN = 1\n"), ("deeper.py", "ZERO = 1\n")]
+    ("file", "code"), [("helper.py", "EVEN = 1\n"), ("lib/deeper.py", "ZERO = 1\n")]
 )
 def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task, file, code):
     """A constant, directly or by way of another module."""
@@ -103,18 +110,55 @@ def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task, file, cod
     task("==")
     grader = Path("my_task.py").read_text().replace("% 2 == 0", "% 2 == EVEN")
     Path("my_task.py").write_text("from helper import EVEN\n" + grader)
+    Path("lib").mkdir()
     for name, text in HELPERS.items():
         Path(name).write_text(text)
     succeed(run, train.main, *predict)
     _, before = grades(Path("out"))
     Path(file).write_text(code)
-    for name in ("my_task", "helper", "deeper"):
+    for name in ("my_task", "helper", "lib", "lib.deeper"):
         sys.modules.pop(name)
     assert "graded again" in succeed(run, train.main, *predict)
     assert grades(Path("out"))[1] == [-reward for reward in before]
     assert "graded again" not in succeed(run, train.main, *predict)
-    for name in ("helper", "deeper"):
+    for name in ("helper", "lib", "lib.deeper"):
         sys.modules.pop(name, None)
+
+
+WORDS = """
+from topr.io.settings import plain
+from topr.run.identity import source_hash
+from topr.tasks import Grade, Task
+
+class Helper:
+    places = 2
+
+class Words(Task):
+    def __init__(self):
+        self.units = {"cm", "m", "km", "mm", "dm"}
+        self.helper = Helper()
+        self.same = lambda answer: answer
+
+    def grade(self, response, gold):
+        return Grade(1.0, True, None)
+
+print(source_hash(Words()))
+"""
+
+
+def test_a_task_that_holds_a_set_or_an_object_is_the_same_in_another_process(tmp_path):
+    (tmp_path / "words.py").write_text(WORDS)
+    hashes = set()
+    for seed in "123":  # of the order of sets
+        found = subprocess.run(
+            [sys.executable, tmp_path / "words.py"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        hashes.add(found.stdout)
+    assert len(hashes) == 1
 
 
 def test_a_changed_gold_answer_is_graded_again(run, tiny):
@@ -322,6 +366,34 @@ def test_a_refused_run_keeps_what_it_logged(run, tiny):
     assert Path("runs/csv/version_0/metrics.csv").read_text() == rows
 
 
+def test_half_a_row_of_a_killed_run_is_dropped(run, tiny):
+    _, arguments = tiny
+    csv = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]
+    csv += ["--trainer.logger.name=csv"]
+    fit(run, arguments, *csv, "--trainer.max_steps=2")
+    file = Path("runs/csv/version_0/metrics.csv")
+    before = file.read_text()
+    file.write_text(before + before.splitlines()[-1][:3])
+    fit(run, arguments, *csv, "--trainer.max_steps=3", "--ckpt_path=last")
+    assert len(file.read_text().splitlines()) > len(before.splitlines())
+
+
+def test_a_resumed_run_stores_a_configuration_that_starts_anew(run, stopped):
+    arguments, _ = stopped
+    fit(run, arguments, "--trainer.max_steps=2", "--ckpt_path=last")
+    config = yaml.safe_load(Path("runs/arithmetic/version_0/config.yaml").read_text())
+    assert config["ckpt_path"] is None
+
+
+def test_a_run_goes_on_beside_a_copy_of_it_and_without_a_checkpoint_that_was_moved(run, stopped):
+    arguments, checkpoint = stopped
+    shutil.copytree("runs/arithmetic/version_0", "runs/arithmetic/version_0_backup")
+    checkpoint.rename(checkpoint.with_name("kept.ckpt"))
+    fit(run, arguments, "--trainer.max_steps=2", "--ckpt_path=last")
+    names = {path.name for path in checkpoint.parent.glob("*.ckpt")}
+    assert "kept.ckpt" in names and len(names) == 2
+
+
 def test_a_new_run_starts_from_the_weights_of_a_checkpoint(run, stopped, tiny):
     arguments, checkpoint = stopped
     policy, _ = tiny
@@ -384,15 +456,23 @@ def test_adapters_are_loaded_with_their_own_settings_or_not_at_all(run, tiny, ch
     rejected(run, "was written with model.lora", *given, *([*LORA, *change] if change else []))
     succeed(run, train.main, *given, *LORA)
     make_policy(tiny[0], seed=1, scale=0.5)
-    rejected(run, "holds adapters of another model.policy", *given, *LORA)
+    rejected(run, "was trained from another model.policy", *given, *LORA)
 
 
-def test_a_checkpoint_of_another_policy_is_not_loaded(run, stopped):
+def test_a_checkpoint_of_another_policy_is_not_loaded(run, stopped, tiny):
     arguments, checkpoint = stopped
     given = ["test", *arguments, f"--ckpt_path={checkpoint}"]
     rejected(run, "was written with model.lora None", *given, *LORA)
-    other = make_policy(Path("wide"), intermediate_size=32)
-    rejected(run, "is of a model.policy of another shape", *given, f"--model.policy={other}")
+    wide = make_policy(Path("wide"), intermediate_size=32)
+    slower = Path(shutil.copytree(tiny[0], "slower"))
+    config = json.loads((slower / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 100.0
+    (slower / "config.json").write_text(json.dumps(config))
+    for other in (wide, slower):
+        words = "was trained from another model.policy"
+        rejected(run, words, *given, f"--model.policy={other}")
+        start = ["fit", *arguments, *FEW, f"--model.weights={checkpoint}"]
+        rejected(run, words, *start, f"--model.policy={other}")
 
 
 @pytest.mark.parametrize("way", ["--ckpt_path", "--model.weights"])
@@ -419,7 +499,12 @@ def test_results_are_not_replaced_without_a_word(run, tiny):
         rejected(run, "--out notes.parquet exists", *given, main=trajectories)
         assert Path("notes.parquet").read_text() == "mine"
     succeed(run, trajectories, "curate", *commands["curate"], *given[-1:], "--overwrite=true")
-    assert len(read_trajectories("notes.parquet")) > 1
+    kept = len(read_trajectories("notes.parquet"))
+    assert kept > 1
+    everything = ["curate", "uniform", "*.parquet", *given[-1:], "--overwrite=true"]
+    for _ in range(2):  # a glob that matches the output does not read it
+        succeed(run, trajectories, *everything)
+        assert len(read_trajectories("notes.parquet")) == kept
 
     command = ["--policy", policy, "--benchmark", "arithmetic=problems.jsonl", "--out", "out"]
     command += ["--max_new_tokens", 8, "--samples"]
@@ -427,12 +512,21 @@ def test_results_are_not_replaced_without_a_word(run, tiny):
     results = Path("out/results.json").read_text()
     succeed(run, evaluate.main, *command, 4)
     assert Path("out/results.json").read_text() == results
-    rejected(run, "out holds results of other policies", *command, 2, main=evaluate.main)
+    rejected(run, "out holds results of other arguments", *command, 2, main=evaluate.main)
     assert Path("out/results.json").read_text() == results
     Path("out/arguments.json").unlink()  # as beside results of earlier versions
-    rejected(run, "out holds results of other policies", *command, 4, main=evaluate.main)
+    rejected(run, "out holds results of other arguments", *command, 4, main=evaluate.main)
     succeed(run, evaluate.main, *command, 2, "--overwrite", "true")
     assert Path("out/results.json").read_text() != results
+    hold = "from topr.io import lock; lock('held'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=run.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as other:  # fmt: skip
+        other.stdout.readline()
+        held = [*command, 2, "--out", "held"]
+        rejected(run, "another process is writing to held", *held, main=evaluate.main)
+        other.communicate(b"\n")
 
 
 def test_responses_are_scored_when_they_are_to_be_trained_on(run, tiny, caplog):

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from dataclasses import is_dataclass
 from functools import partial
 
 # by which Lightning makes a module from hyper-parameters that are class paths and arguments
@@ -48,7 +47,9 @@ def describe(value):
     elif isinstance(value, type):
         kind = value
     else:
-        return vars(value) if is_dataclass(value) else str(value)
+        if isinstance(value, set):
+            return sorted(map(str, value))
+        return vars(value) if hasattr(value, "__dict__") else str(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 

@@ -25,8 +25,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path):
         path = Path(path)
         aside = path.with_name(f".{path.name}.tmp")
-        os.replace(path, aside)  # half a folder must not pass for a checkpoint
-        remove(aside)
+        if path.exists():  # the user may have moved it
+            os.replace(path, aside)  # half a folder must not pass for a checkpoint
+            remove(aside)
 
 
 # what the index of a sharded checkpoint is made of
@@ -80,7 +81,7 @@ def updates_before(checkpoint: Path) -> int | None:
 def newest(root: Path) -> tuple[Path | None, int]:
     """The newest complete checkpoint of the runs `root/version_*`, and the updates before it."""
     for path in sorted(
-        root.glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True
+        root.glob("version_*[0-9]/checkpoints/*.ckpt"), key=os.path.getmtime, reverse=True
     ):
         count = updates_before(path)
         if count is not None:

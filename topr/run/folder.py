@@ -66,9 +66,14 @@ class Run:
         for logger in loggers:
             file = self.folder / "metrics.csv"
             if isinstance(logger, CSVLogger) and file.exists():
-                rows = list(csv.DictReader(file.read_text().splitlines()))
+                rows = [
+                    row
+                    for row in csv.DictReader(file.read_text().splitlines())
+                    # a killed run can have left half a row
+                    if None not in row.values() and int(row["step"]) < updates
+                ]
                 file.unlink()  # the logger would add to it
-                logger.experiment.metrics = [row for row in rows if int(row["step"]) < updates]
+                logger.experiment.metrics = rows
                 logger.save()
 
 

@@ -54,7 +54,9 @@ def main():
     with command():
         args = parser.parse_args()
         options = args[args.subcommand].as_dict()
-        options["files"] = expand_globs(options["files"])
+        # a glob may match the output of an earlier command
+        files = expand_globs(options["files"])
+        options["files"] = [file for file in files if file != options.get("out")]
         options.pop("config", None)
         COMMANDS[args.subcommand](**options)
 
