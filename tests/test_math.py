@@ -72,6 +72,14 @@ def test_the_last_complete_box_holds_the_answer(text, box):
     assert last_box(text) == box
 
 
+def test_without_a_box_the_lenient_grade_is_of_the_last_number():
+    grade = MATH().grade_leniently
+    assert grade("5 and 5 make $1,025.00", "1025").reward == 1
+    assert grade(r"\boxed{5}, not 6 or \boxed{7", "5").reward == 1
+    assert grade(r"<think>\boxed{5}</think> 6", "6").reward == 1
+    assert grade("None.", r"\text{None}") == INVALID
+
+
 def test_several_answers_of_a_row_are_one_gold():
     assert MATH().gold([1, 2]) == MATH().gold(["1", "2"]) == "1, 2"
 

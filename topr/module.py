@@ -188,7 +188,8 @@ class PolicyModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         if self.lr_scheduler:
-            self.lr_schedulers().step()  # type: ignore[union-attr]
+            with explained("model.lr_scheduler does not go on", ValueError):
+                self.lr_schedulers().step()  # type: ignore[union-attr]
         figures = statistics(columns) | {"gradient/norm": norm, "train/lr": rate}
         for name, value in figures.items():  # for callbacks; the same on all ranks
             self.log(name, value, logger=False, prog_bar=name == "train/loss")

@@ -34,7 +34,7 @@ class Adafactor(torch.optim.Optimizer):
         return loss
 
 
-def scaled(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+def scaled(gradient: Tensor, state: dict) -> Tensor:
     """The gradient over the root of its second moment, clipped; the state is brought up to date."""
     state["step"] = state.get("step", torch.tensor(0.0)) + 1
     weight = state["step"].item() ** -0.8  # of the newest gradient; 1 at the first step

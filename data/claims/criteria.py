@@ -14,7 +14,7 @@ from jinja2 import StrictUndefined, Template
 from scipy import stats
 
 
-def load_claim(number: int, setting: dict, rates: dict[str, float]) -> dict:
+def load_claim(number: int, setting: dict, rates: dict) -> dict:
     """What claims.yaml says of a claim. `rates`: those that have been chosen, by run."""
     template = Template(
         Path(__file__).with_name("claims.yaml").read_text(), undefined=StrictUndefined
@@ -59,7 +59,7 @@ def summarise(results: pd.DataFrame, rows: Iterable[str], metrics: list[str]) ->
     return table
 
 
-def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict[str, str]:
+def check(parts: dict, results: pd.DataFrame) -> dict:
     """Whether each part of a claim holds; one with several conditions needs all of them."""
     found = {}
     for text, conditions in parts.items():
@@ -68,7 +68,7 @@ def check(parts: dict[str, list[dict[str, str]]], results: pd.DataFrame) -> dict
     return found
 
 
-def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
+def holds(condition: dict, results: pd.DataFrame) -> str:
     """Whether an interval lies above 0."""
     values = evaluated(results, condition["row"])
     metric = condition["metric"]
@@ -79,7 +79,7 @@ def holds(condition: dict[str, str], results: pd.DataFrame) -> str:
     return "yes" if low > 0 else "undecided"  # also of one unit, whose interval is NaN
 
 
-def verdict(parts: dict[str, str]) -> str:
+def verdict(parts: dict) -> str:
     """Whether a claim holds: in part if some of its parts do and others fail."""
     answers = set(parts.values())
     if answers >= {"no", "yes"}:

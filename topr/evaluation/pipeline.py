@@ -72,7 +72,7 @@ class SamplingJob:
         """Equal hashes stand for equal responses."""
         return content_hash(ungraded(self.metadata))
 
-    def parts_to_write(self, folder: Path | None) -> list[tuple[Path | None, list[int]]]:
+    def parts_to_write(self, folder: Path | None) -> list:
         """The files that this rank shall write, each with the numbers of its `PART` problems.
 
         Each rank has equally many, some of them without problems: ranks of sharded policies need

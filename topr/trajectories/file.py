@@ -108,7 +108,7 @@ def read_table(path: StrPath, vocabulary: int = 2**31, max_tokens: int = 2**31) 
     return table
 
 
-def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict[str, np.ndarray]:
+def _problems(table: pa.Table, vocabulary: int, max_tokens: int) -> dict:
     """What may be wrong with a row, and the rows with which it is."""
     prompt, response, scored, marked = (
         pc.list_value_length(table[name]).to_numpy()
