@@ -1,6 +1,7 @@
 """One thing changes between two commands: what depends on it is computed again, all else is kept,
 and what does not fit together is refused."""
 
+import importlib
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 import evaluate
 import train
 from topr.datamodule import TrajectoryDataModule
-from topr.run.identity import policy_hash
+from topr.io.settings import plain
+from topr.run.identity import policy_hash, source_hash
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main as trajectories
@@ -290,6 +292,19 @@ def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypa
     code.write_text(code.read_text().replace("factor = 1", "factor = 3"))
     rejected(run, "of a run with another model.loss, data.advantage;", *given)
     sys.modules.pop("my_loss")
+
+
+def test_an_optimizer_that_is_a_function_is_known_by_its_code(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = []
+    for rate in (0.1, 0.1, 0.2):
+        (tmp_path / "my_function.py").write_text(f"made = lambda given: SGD(given, {rate})\n")
+        sys.modules.pop("my_function", None)
+        made = importlib.import_module("my_function").made
+        assert plain(made) == {}  # no address, which another process would not have
+        hashes.append(source_hash(made))
+    assert hashes[0] == hashes[1] != hashes[2]
+    sys.modules.pop("my_function")
 
 
 @pytest.mark.parametrize("place", ["optimizer", slow("lr_scheduler")])

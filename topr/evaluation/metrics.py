@@ -79,7 +79,7 @@ def per_problem(
     return pd.DataFrame(rows)
 
 
-def summarise(values: pd.DataFrame, seed: int = 0) -> dict[str, dict]:
+def summarise(values: pd.DataFrame, seed: int = 0) -> dict:
     """`{name: {"mean": …, "interval": [low, high]}}` of per-problem values, or of their paired
     differences: 95% percentile bootstrap intervals from 2,000 resamples of the problems.
 

@@ -30,7 +30,7 @@ def table(rows: dict[str, Row]) -> str:
     return text
 
 
-def write_report(out: Path, results: dict[str, dict]) -> str:
+def write_report(out: Path, results: dict) -> str:
     """Write results.json, results.md and results.png from rows by policy and benchmark; returns
     the text of results.md."""
     rows = {}

@@ -29,11 +29,11 @@ def plain(value):
 
 
 def class_of(value):
-    """The class of an object, or what a partial would call."""
+    """The class of an object, what a partial would call, a function itself."""
     if isinstance(value, partial):
         # jsonargparse hands the class to a function of its own, as the last argument
         return [value.func, *value.args][-1]
-    return type(value)
+    return value if inspect.isfunction(value) else type(value)
 
 
 def describe(value):
