@@ -197,12 +197,12 @@ def test_a_free_row_stays_within_the_models_positions(make):
 
 def test_a_response_depends_on_its_seed_prompt_and_place_alone(make):
     policy, prompts = make("Llama", initializer_range=0.02), PROMPTS[:4]
-    whole = sample(policy, prompts, 5, None, PLAIN)
+    whole = sample(policy, prompts, 5, 512, PLAIN)
     assert len({tuple(ids) for responses in whole for ids in responses}) > 15
     for rows in (1, 3, 7):
         assert sample(policy, prompts, 5, rows, PLAIN) == whole
     assert sample(policy, prompts, 2, 4, PLAIN) == [responses[:2] for responses in whole]
-    assert sample(policy, prompts, 5, None, PLAIN, seed=1) != whole
+    assert sample(policy, prompts, 5, 512, PLAIN, seed=1) != whole
     odd = LocalSampler().sample(policy, prompts[1::2], 5, PLAIN, 0, [1, 3])
     assert [[response.ids for response in responses] for responses in odd] == whole[1::2]
 
