@@ -19,7 +19,13 @@ from topr.evaluation.pipeline import SamplingJob, read_parts
 from topr.evaluation.report import write_report
 from topr.io import InputError, claim
 from topr.io.commands import ArgumentParser, command
-from topr.io.distributed import end_rank_with_launcher, gather, rank, world_size
+from topr.io.distributed import (
+    end_all_ranks_on_error,
+    end_rank_with_launcher,
+    gather,
+    rank,
+    world_size,
+)
 from topr.policy import Policy, load_policy, own_device
 from topr.policy.model import empty_policy
 from topr.run.identity import policy_hash
@@ -80,12 +86,13 @@ class Evaluation:
     def run(self):
         """Sample what is missing, then write responses, table and figure."""
         jobs = self.find_jobs()
-        if rank() == 0:
-            self.claim(jobs)
         devices = self.devices or torch.cuda.device_count()
         if devices > 1:  # start a process for each, or join those of torchrun or SLURM
             Fabric(devices=devices, strategy="ddp").launch()
-        results: dict[str, dict] = {}  # by policy and benchmark
+        with end_all_ranks_on_error():
+            if rank() == 0:
+                self.claim(jobs)
+        results: dict = {}  # by policy and benchmark
         first = {}  # metrics of the first policy, by benchmark
         trajectories = []
         metadata = []
