@@ -97,13 +97,13 @@ def test_a_changed_grader_changes_an_evaluation(run, tiny, task):
 
 
 HELPERS = {
-    "helper.py": "from lib.deeper import ZERO\n\nEVEN = ZERO\n",
+    "lib/rules.py": "from lib.deeper import ZERO\n\nEVEN = ZERO\n",
     "lib/deeper.py": "ZERO = 0\n",
 }
 
 
 @pytest.mark.parametrize(
-    ("file", "code"), [("helper.py", "EVEN = 1\n"), ("lib/deeper.py", "ZERO = 1\n")]
+    ("file", "code"), [("lib/rules.py", "EVEN = 1\n"), ("lib/deeper.py", "ZERO = 1\n")]
 )
 def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task, file, code):
     """A constant, directly or by way of another module."""
@@ -111,19 +111,19 @@ def test_a_change_in_what_a_grader_imports_is_noticed(run, tiny, task, file, cod
     predict = ["predict", *arguments, "--model.task=my_task.Parity", "--data.out=out"]
     task("==")
     grader = Path("my_task.py").read_text().replace("% 2 == 0", "% 2 == EVEN")
-    Path("my_task.py").write_text("from helper import EVEN\n" + grader)
+    Path("my_task.py").write_text("from lib.rules import EVEN\n" + grader)
     Path("lib").mkdir()
     for name, text in HELPERS.items():
         Path(name).write_text(text)
     succeed(run, train.main, *predict)
     _, before = grades(Path("out"))
     Path(file).write_text(code)
-    for name in ("my_task", "helper", "lib", "lib.deeper"):
+    for name in ("my_task", "lib", "lib.rules", "lib.deeper"):
         sys.modules.pop(name)
     assert "graded again" in succeed(run, train.main, *predict)
     assert grades(Path("out"))[1] == [-reward for reward in before]
     assert "graded again" not in succeed(run, train.main, *predict)
-    for name in ("helper", "lib", "lib.deeper"):
+    for name in ("lib", "lib.rules", "lib.deeper"):
         sys.modules.pop(name, None)
 
 

@@ -58,7 +58,8 @@ def source_hash(part) -> str:
             sources.append(inspect.getsource(kind))  # of a notebook
     for file in files:  # also those that the loop appends
         for line in re.findall(r"^\s*(?:from|import) .*", file.read_text(), re.MULTILINE):
-            words = re.findall(r"[\w.]+", line)
+            # of a.b.c also b.c and c: a module can lie beside its importer
+            words = re.findall(r"\b(?=(\w[\w.]*))", line)
             beside = [file.parent / f"{word.replace('.', '/')}.py" for word in words]
             files += {path for path in beside if path.exists()}.difference(files)
     sources += sorted(map(file_hash, set(files)))
