@@ -1,7 +1,6 @@
 """One thing changes between two commands: what depends on it is computed again, all else is kept,
 and what does not fit together is refused."""
 
-import importlib
 import json
 import os
 import shutil
@@ -19,8 +18,7 @@ from safetensors.torch import load_file
 import evaluate
 import train
 from topr.datamodule import TrajectoryDataModule
-from topr.io.settings import plain
-from topr.run.identity import policy_hash, source_hash
+from topr.run.identity import policy_hash
 from topr.tasks import Arithmetic
 from topr.trajectories import read_metadata, read_trajectories
 from topr.trajectories.__main__ import main as trajectories
@@ -132,14 +130,10 @@ from topr.io.settings import plain
 from topr.run.identity import source_hash
 from topr.tasks import Grade, Task
 
-class Helper:
-    places = 2
-
 class Words(Task):
     def __init__(self):
         self.units = {"cm", "m", "km", "mm", "dm"}
-        self.helper = Helper()
-        self.same = lambda answer: answer
+        self.others = frozenset(self.units)
 
     def grade(self, response, gold):
         return Grade(1.0, True, None)
@@ -148,7 +142,7 @@ print(source_hash(Words()))
 """
 
 
-def test_a_task_that_holds_a_set_or_an_object_is_the_same_in_another_process(tmp_path):
+def test_a_task_that_holds_a_set_is_the_same_in_another_process(tmp_path):
     (tmp_path / "words.py").write_text(WORDS)
     hashes = set()
     for seed in "123":  # of the order of sets
@@ -292,19 +286,6 @@ def test_a_run_does_not_go_on_with_another_loss_or_advantage(run, tiny, monkeypa
     code.write_text(code.read_text().replace("factor = 1", "factor = 3"))
     rejected(run, "of a run with another model.loss, data.advantage;", *given)
     sys.modules.pop("my_loss")
-
-
-def test_an_optimizer_that_is_a_function_is_known_by_its_code(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    hashes = []
-    for rate in (0.1, 0.1, 0.2):
-        (tmp_path / "my_function.py").write_text(f"made = lambda given: SGD(given, {rate})\n")
-        sys.modules.pop("my_function", None)
-        made = importlib.import_module("my_function").made
-        assert plain(made) == {}  # no address, which another process would not have
-        hashes.append(source_hash(made))
-    assert hashes[0] == hashes[1] != hashes[2]
-    sys.modules.pop("my_function")
 
 
 @pytest.mark.parametrize("place", ["optimizer", slow("lr_scheduler")])
@@ -517,9 +498,8 @@ def test_results_are_not_replaced_without_a_word(run, tiny):
     kept = len(read_trajectories("notes.parquet"))
     assert kept > 1
     everything = ["curate", "uniform", "*.parquet", *given[-1:], "--overwrite=true"]
-    for _ in range(2):  # a glob that matches the output does not read it
-        succeed(run, trajectories, *everything)
-        assert len(read_trajectories("notes.parquet")) == kept
+    rejected(run, "notes.parquet is one of the files", *everything, main=trajectories)
+    assert len(read_trajectories("notes.parquet")) == kept
 
     command = ["--policy", policy, "--benchmark", "arithmetic=problems.jsonl", "--out", "out"]
     command += ["--max_new_tokens", 8, "--samples"]

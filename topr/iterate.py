@@ -21,7 +21,7 @@ from topr.io import claim, write_text
 from topr.io.commands import OneSentenceErrors, command
 from topr.io.distributed import die_with_parent
 from topr.trajectories.curate import curate
-from topr.trajectories.file import expand_globs
+from topr.trajectories.file import resolve_files
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 LOGGER = "--trainer.logger.init_args"
@@ -64,7 +64,7 @@ def iterate(args: argparse.Namespace, rest: list[str]):
         train(
             "predict", *common, f"--data.out={samples}", "--model.sampler=null", "--ckpt_path=null"
         )
-        files = expand_globs([f"{samples}/*.parquet"])
+        files = resolve_files(sorted(map(str, samples.glob("*.parquet"))))
         curate(args.curate, files, chosen, args.budget, seed=seed, iteration=number, overwrite=True)
         # a logger whose folder is known, in the place of others
         common += [

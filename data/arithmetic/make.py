@@ -41,7 +41,7 @@ def base(out: Path, setting: Path_fr, seed: NonNegativeInt = 0):
     """
     given = yaml.safe_load(setting.get_content())
     for number, (split, count) in enumerate(given["problems"].items(), 1):
-        lines: dict[str, None] = {}  # different ones
+        lines: dict = {}  # different ones
         for problem in problems_of(given, split, default_rng([seed, number])):
             lines[json.dumps(problem) + "\n"] = None
             if len(lines) == count:

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from topr.evaluation import live
-from topr.evaluation.report import UNITS, Row, table
+from topr.evaluation.report import UNITS, table
 from topr.io import write_text
 from topr.io.settings import plain
 from topr.module import PolicyModule
@@ -30,7 +30,7 @@ class ExportPolicy(Callback):
 
     def __init__(self, bfloat16: bool = False):
         self.bfloat16 = bfloat16
-        self.measured: dict[str, Row] = {}  # before and after; empty without data.test
+        self.measured: dict = {}  # before and after; empty without data.test
 
     def state_dict(self):
         return self.measured

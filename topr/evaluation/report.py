@@ -20,7 +20,7 @@ def cell(name: str, value) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*numbers)
 
 
-def table(rows: dict[str, Row]) -> str:
+def table(rows: dict) -> str:
     """Markdown table of labelled rows: counts and metrics."""
     names = list(pd.DataFrame(rows).index)  # that any row has
     text = f"| | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|\n"
@@ -44,7 +44,7 @@ def write_report(out: Path, results: dict) -> str:
     return text
 
 
-def draw(path: Path, rows: dict[str, Row]):
+def draw(path: Path, rows: dict):
     """Draw shares with their intervals as PNG: a line for each metric of each row."""
     from matplotlib.figure import Figure  # here, because tables are made without figures, too
 

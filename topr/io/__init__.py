@@ -79,7 +79,7 @@ def claim(out: Path, arguments, overwrite=False):
     if not same and any(out.glob("results.*")) and not overwrite:
         raise InputError(
             f"{out} holds results of other arguments or policies (see {path})",
-            "name another --out, or remove them (evaluate.py: --overwrite true)",
+            "name another --out, or remove its results.* (evaluate.py: --overwrite true)",
         )
     write_text(path, text)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import is_dataclass
 from functools import partial
 
 # by which Lightning makes a module from hyper-parameters that are class paths and arguments
@@ -29,11 +30,11 @@ def plain(value):
 
 
 def class_of(value):
-    """The class of an object, what a partial would call, a function itself."""
+    """The class of an object, or what a partial would call."""
     if isinstance(value, partial):
         # jsonargparse hands the class to a function of its own, as the last argument
         return [value.func, *value.args][-1]
-    return value if inspect.isfunction(value) else type(value)
+    return type(value)
 
 
 def describe(value):
@@ -47,9 +48,9 @@ def describe(value):
     elif isinstance(value, type):
         kind = value
     else:
-        if isinstance(value, set):
-            return sorted(map(str, value))
-        return vars(value) if hasattr(value, "__dict__") else str(value)
+        if isinstance(value, set | frozenset):
+            return sorted(map(str, value))  # their own order differs from process to process
+        return vars(value) if is_dataclass(value) else str(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 

@@ -24,7 +24,9 @@ def add_adapters(policy: Policy, lora: LoRA):
             continue
         if layer.weight is policy.model.get_output_embeddings().weight:
             # log-probs are computed from the weight alone, without adapters
-            raise InputError("model.lora.targets names the output projection: leave it out")
+            raise InputError(
+                "model.lora.targets names the output projection or embeddings tied to it"
+            )
         # next to weights on the meta device, adapters are there as well
         for name in layer.adapter_layer_names:
             getattr(layer, name).to_empty(device="cpu")

@@ -48,7 +48,8 @@ class ServerSampler(Sampler):
 
         def finish():
             with explained(
-                f"{', '.join(self.urls)} fails", remedy="see to the server, then start again"
+                f"sampling on {', '.join(self.urls)} fails",
+                remedy="see to the server, then start again",
             ):
                 responses = begun.result()
             return [responses[start : start + n] for start in range(0, len(responses), n)]

@@ -36,6 +36,7 @@ SPELLING = [
     (r"\\?\$|\\[()\[\]]|\\?%|(?:\\\\ ?)+$|[ .,;:]+$|(?<=\d)\.(?=/)", ""),
     # One name for each symbol and command.
     ("π", r"\\pi "),
+    ("∞", r"\\infty "),
     ("−", "-"),
     (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:math|text)(?:rm|bf|it)?(?= ?\{)|\\mbox(?= ?\{)", r"\\text"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from topr.io import InputError
 from topr.io.commands import ArgumentParser, command, printable
 from topr.trajectories.curate import Way, curate, read_files
 from topr.trajectories.fields import FIELDS
@@ -54,9 +55,9 @@ def main():
     with command():
         args = parser.parse_args()
         options = args[args.subcommand].as_dict()
-        # a glob may match the output of an earlier command
-        files = expand_globs(options["files"])
-        options["files"] = [file for file in files if file != options.get("out")]
+        options["files"] = expand_globs(options["files"])
+        if options.get("out") in options["files"]:  # perhaps by an earlier command
+            raise InputError(f"--out {options['out']} is one of the files that are read")
         options.pop("config", None)
         COMMANDS[args.subcommand](**options)
 

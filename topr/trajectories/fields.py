@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2.sandbox import SandboxedEnvironment
@@ -28,7 +27,7 @@ class Expressions(SandboxedEnvironment):
     getattr = getitem
 
 
-def find_fields(row: Row, readers: dict[str, Any]) -> list[Row]:
+def find_fields(row: Row, readers: dict) -> list[Row]:
     """The fields of a row, once for each response. Absent ones are None.
 
     Args:

@@ -52,7 +52,7 @@ def add_log_probs(
         By how much `ref_logprobs` were larger before, of each trajectory that had them.
     """
     gaps = []
-    numbers: dict[tuple, int] = {}  # of the prompts
+    numbers: dict = {}  # of the prompts
     sizes = []
     for t in trajectories:
         number = numbers.setdefault(tuple(t.prompt_ids), len(numbers))
