@@ -150,7 +150,7 @@ def test_bad_input_is_rejected_beside_good_input(run, tmp_path, policy, parts):
         (1, "best", "best"),
         (3, "nowhere.parquet", "nowhere.parquet cannot be read"),
         (3, "bad.parquet", "bad.parquet, row 5: ref_logprobs"),
-        (5, f"--out={files[1]}", "exists; name another"),
+        (5, f"--out={files[1]}", "is one of the files that are read"),
     ):
         rejected(run, words, *good[:place], value, *good[place + 1 :], main=main)
     code, out, err = run(main, *good)
