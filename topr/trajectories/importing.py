@@ -120,7 +120,7 @@ def tokenise(
     policy: "Policy", prompt, response, reward: float, gold, finished, logprobs
 ) -> Trajectory:
     """The trajectory of found fields; log mu is what was stored, if anything."""
-    from topr.policy import encode, encode_prompt
+    from topr.policy import encode, encode_prompt, render_prompt
     from topr.run.identity import content_hash
 
     finished = finished not in (False, "length")
@@ -149,7 +149,8 @@ def tokenise(
                 end = policy.tokenizer.eos_token_id
                 if text is not prompt:  # chat messages: the end that their template writes
                     turns = [*prompt, {"role": "assistant", "content": "x"}]
-                    ids = policy.tokenizer.apply_chat_template(turns)["input_ids"]
+                    answered = render_prompt(turns, policy.tokenizer, answered=True)
+                    ids = encode(answered, policy.tokenizer, special=False)
                     end = max(policy.end_tokens & {*ids[-3:]}, default=end)
                 response_ids.append(end)
         else:
