@@ -168,7 +168,7 @@ def test_failures_that_may_pass_are_retried_and_no_response_is_dropped(serve, lo
 
 def test_a_rejected_request_ends_at_once_in_one_sentence_with_the_servers_words(serve, loaded):
     server = serve(lambda body, number: (400, {"error": {"message": "prompt is too long"}}))
-    with pytest.raises(InputError, match=f"{server.url} fails .*prompt is too long"):
+    with pytest.raises(InputError, match=f"{server.url}/ fails .*prompt is too long"):
         sample(server, loaded, [[5]], 1)
     assert len(server.bodies) == 1
 
@@ -180,7 +180,7 @@ def test_a_server_that_keeps_failing_or_is_absent_ends_in_one_sentence(serve, lo
     assert len(server.bodies) == 7
     monkeypatch.setattr(server_module, "RETRIES", 0)
     url = "http://127.0.0.1:1/v1"
-    with pytest.raises(InputError, match=f"{url} fails .*Connection error"):
+    with pytest.raises(InputError, match=f"{url}/ fails .*Connection error"):
         ServerSampler(url).sample(loaded, [[5]], 1, OPEN, 0)
 
 
@@ -190,7 +190,7 @@ def test_a_server_that_keeps_failing_or_is_absent_ends_in_one_sentence(serve, lo
 )
 def test_what_is_no_completion_ends_in_one_sentence(serve, loaded, reply):
     server = serve(lambda body, number: (200, reply))
-    with pytest.raises(InputError, match=f"{server.url} fails "):
+    with pytest.raises(InputError, match=f"{server.url}/ fails "):
         sample(server, loaded, [[5]], 1)
 
 

@@ -47,11 +47,7 @@ class ServerSampler(Sampler):
         )
 
         def finish():
-            with explained(
-                f"sampling on {', '.join(self.urls)} fails",
-                remedy="see to the server, then start again",
-            ):
-                responses = begun.result()
+            responses = begun.result()
             return [responses[start : start + n] for start in range(0, len(responses), n)]
 
         return finish
@@ -73,27 +69,46 @@ class ServerSampler(Sampler):
         return await asyncio.gather(*[self.respond(policy, sampling, *one) for one in requests])
 
     async def respond(self, policy, sampling, prompt, seed) -> Response:
+        """A response by one of the servers that answer."""
         async with self.slots:
-            completion = await self.complete(
-                seed,
-                model="",  # the one that it serves
-                prompt=prompt,
-                seed=seed,
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                stop=sampling.stop,
-                logprobs=1,
-                # With defaults, too, which a server would take from the model.
-                extra_body={
-                    "top_k": sampling.top_k or -1,
-                    "min_p": 0.0,
-                    "repetition_penalty": 1.0,
-                    "skip_special_tokens": False,
-                    "return_token_ids": True,
-                    "stop_token_ids": sorted(policy.end_tokens),
-                },
-            )
+            while True:
+                client = self.clients[seed % len(self.clients)]
+                with explained(
+                    f"sampling on {client.base_url} fails",
+                    remedy="see to the server, then start again",
+                ):
+                    try:
+                        return await self.request(client, policy, sampling, prompt, seed)
+                    except openai.APIConnectionError:
+                        if self.clients == [client]:
+                            raise
+                        if client in self.clients:
+                            self.clients.remove(client)
+                            warnings.warn(
+                                f"{client.base_url} does not answer and is left out", stacklevel=1
+                            )
+
+    async def request(self, client, policy, sampling, prompt, seed) -> Response:
+        """A response by one server."""
+        completion = await client.completions.create(
+            model="",  # the one that it serves
+            prompt=prompt,
+            seed=seed,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=sampling.stop,
+            logprobs=1,
+            # With defaults, too, which a server would take from the model.
+            extra_body={
+                "top_k": sampling.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "skip_special_tokens": False,
+                "return_token_ids": True,
+                "stop_token_ids": sorted(policy.end_tokens),
+            },
+        )
         (choice,) = completion.choices
         ids = getattr(choice, "token_ids", None) or []
         log_probs = choice.logprobs.token_logprobs if choice.logprobs else []
@@ -104,21 +119,6 @@ class ServerSampler(Sampler):
                 finished = ids[length - 1] in policy.end_tokens
                 return Response(ids[:length], finished, tuple(log_probs[:length]))
         raise InputError(
-            f"{', '.join(self.urls)} returns no token ids, or cuts a response off",
+            f"{client.base_url} returns no token ids, or cuts a response off",
             "give it room for the prompt and max_new_tokens",
         )
-
-    async def complete(self, number: int, **request):
-        """A completion by one of the servers that answer."""
-        while True:
-            client = self.clients[number % len(self.clients)]
-            try:
-                return await client.completions.create(**request)
-            except openai.APIConnectionError:
-                if self.clients == [client]:
-                    raise
-                if client in self.clients:
-                    self.clients.remove(client)
-                    warnings.warn(
-                        f"{client.base_url} does not answer and is left out", stacklevel=1
-                    )
